@@ -1,0 +1,1 @@
+"""Converts Hugging Face checkpoints of Mixture-of-Experts models into folders that moejax reads."""

@@ -1,0 +1,142 @@
+"""Converts a Hugging Face folder into a checkpoint of moejax, a few tensors in memory at a time."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tqdm
+from jaxtyping import Shaped
+
+from moejax.arena import format
+from moejax.checkpoint import CheckpointWriter, ExpertFile, layout
+from moejax.checkpoint.tensor_file import StoredTensor
+from moejax.config import ModelConfig
+from moejax.errors import CheckpointError
+from moejax_converters import families, generation, rules, staging, targets
+from moejax_converters.rules import Piece, Rule, Skip
+from moejax_converters.source import Source
+
+_log = logging.getLogger(__name__)
+# Rows of two tensors that are compared at a time.
+_ROWS = 4096
+
+
+def convert(source: Path | str, target: Path | str, *, progress: bool = True) -> None:
+    """Converts the folder `source` into the new folder `target`, or leaves nothing there.
+
+    Values are kept as they are: float16 is stored as float32, which holds all of it. `progress`
+    shows a bar where standard error is a terminal.
+    """
+    folder = Source(source)
+    config = families.source_config(folder)
+    table = families.tensor_rules(config)
+    pieces = rules.resolve(folder.tensors, table, config)
+    _check_copies(folder, table, pieces)
+    settings = generation.generation_settings(folder)
+    if any(piece.tensor.dtype == "F16" for piece in pieces.values()):
+        _log.warning("float16 weights are stored as float32, which holds them exactly")
+    with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
+        writer = CheckpointWriter(partial)
+        for name, names in targets.dense_stacks(config).items():
+            parts = [pieces[part] for part in names]
+            writer.put_dense(name, _stack(folder, parts, config, stacked=name != names[0]))
+            bar.update(sum(_num_bytes(part) for part in parts))
+        for layer in config.moe_layers:
+            with _expert_file(writer, layer, config) as file:
+                for expert in range(config.moe.router.num_experts):
+                    parts = _put_expert(folder, pieces, file, layer, expert, config)
+                    bar.update(sum(_num_bytes(part) for part in parts))
+        generation.copy_tokenizer(folder.folder, partial)
+        writer.finish(config, settings)
+
+
+def _check_copies(
+    folder: Source, table: Sequence[Rule | Skip], pieces: Mapping[str, Piece]
+) -> None:
+    """Refuses a tensor that is skipped as a copy of another, and is not one."""
+    for rule in table:
+        if not isinstance(rule, Skip) or rule.copy_of is None:
+            continue
+        original = pieces[rule.copy_of].tensor
+        for name, tensor in folder.tensors.items():
+            if re.fullmatch(rule.source, name) and not _equal(folder, tensor, original):
+                raise CheckpointError(
+                    f"tensor '{name}' in {tensor.path}: differs from '{original.name}', "
+                    f"but config.json says that it is {rule.reason}"
+                )
+
+
+def _equal(folder: Source, a: StoredTensor, b: StoredTensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    blocks = [(n, min(n + _ROWS, a.shape[0])) for n in range(0, a.shape[0], _ROWS)]
+    return all(
+        np.array_equal(folder.read(a.name, rows=rows), folder.read(b.name, rows=rows))
+        for rows in blocks
+    )
+
+
+def _stack(
+    folder: Source, parts: list[Piece], config: ModelConfig, *, stacked: bool
+) -> Shaped[np.ndarray, "..."]:
+    """Tensors of several layers as one, in bfloat16 if all of them are, else in float32."""
+    plain = config.dtype == "bfloat16" and all(part.tensor.dtype == "BF16" for part in parts)
+    dtype = format.DTYPES["bfloat16" if plain else "float32"]
+    stack = np.empty((len(parts), *parts[0].tensor.shape), dtype)
+    for row, part in zip(stack, parts, strict=True):
+        row[...] = _read(folder, part)
+    return stack if stacked else stack[0]
+
+
+def _expert_file(writer: CheckpointWriter, layer: int, config: ModelConfig) -> ExpertFile:
+    shapes = layout.linear_shapes(config)
+    return writer.expert_file(
+        layer,
+        num_experts=config.moe.router.num_experts,
+        gate_up_shape=shapes["gate_up"],
+        down_shape=shapes["down"],
+        dtype=config.dtype,
+    )
+
+
+def _put_expert(
+    folder: Source,
+    pieces: Mapping[str, Piece],
+    file: ExpertFile,
+    layer: int,
+    expert: int,
+    config: ModelConfig,
+) -> list[Piece]:
+    parts = [pieces[f"layers.{layer}.experts.{expert}.{part}"] for part in ("gate", "up", "down")]
+    dtype = format.DTYPES[config.dtype]
+    gate, up, down = (_read(folder, part).astype(dtype, copy=False) for part in parts)
+    file.put(expert, "gate_up", format.stack_halves(gate, up))
+    file.put(expert, "down", down)
+    return parts
+
+
+def _read(folder: Source, piece: Piece) -> Shaped[np.ndarray, "..."]:
+    return folder.read(piece.tensor.name, index=piece.index, rows=piece.rows)
+
+
+def _num_bytes(piece: Piece) -> int:
+    shape = piece.tensor.shape
+    size = piece.tensor.num_bytes
+    if piece.index is not None:
+        size //= shape[0]
+        if piece.rows is not None:
+            size = size * (piece.rows[1] - piece.rows[0]) // shape[1]
+    return size
+
+
+def _progress_bar(pieces: Mapping[str, Piece], progress: bool) -> Any:
+    return tqdm.tqdm(
+        desc="converting",
+        total=sum(_num_bytes(piece) for piece in pieces.values()),
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    )

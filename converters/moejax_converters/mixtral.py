@@ -1,0 +1,65 @@
+"""Mixtral: every layer has routed experts, whose weights are divided by their sum."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.config import Attention, LayerKind, ModelConfig, Moe, Router
+from moejax_converters import hf_config, rules
+from moejax_converters.hf_config import Fields
+from moejax_converters.rules import Rule, Skip
+
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e6,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+
+
+def model_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a `config.json`."""
+    fields = Fields(hf, _DEFAULTS)
+    window = fields.value("sliding_window")
+    heads, kv_heads, head_size = hf_config.head_counts(fields)
+    layer = LayerKind(
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            rope=hf_config.rope(fields),
+            window=None if window is None else fields.integer("sliding_window"),
+        ),
+        feed_forward=Moe(
+            router=Router(
+                num_experts=fields.integer("num_local_experts", "num_experts"),
+                experts_per_token=fields.integer("num_experts_per_tok"),
+                renormalize=True,
+                float32_weights=True,
+            ),
+            expert_width=fields.integer("intermediate_size"),
+        ),
+    )
+    return hf_config.decoder("mixtral", fields, [layer] * fields.integer("num_hidden_layers"))
+
+
+def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+    """What the tensors of a checkpoint are."""
+    moe = rules.LAYER + r"block_sparse_moe\."
+    return (
+        *rules.decoder_rules(config),
+        Rule(moe + r"gate\.weight", r"layers.\1.feed_forward.router.weight"),
+        Rule(moe + r"experts\.(\d+)\.w1\.weight", r"layers.\1.experts.\2.gate"),
+        Rule(moe + r"experts\.(\d+)\.w3\.weight", r"layers.\1.experts.\2.up"),
+        Rule(moe + r"experts\.(\d+)\.w2\.weight", r"layers.\1.experts.\2.down"),
+        *rules.FUSED_MOE_RULES,
+    )

@@ -1,0 +1,65 @@
+"""OLMoE: q and k are normed over all heads at once, and q, k and v may be clipped."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.config import Attention, LayerKind, ModelConfig, Moe, Router
+from moejax_converters import hf_config, rules
+from moejax_converters.hf_config import Fields
+from moejax_converters.rules import Rule, Skip
+
+_DEFAULTS = {
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "attention_bias": False,
+    "num_experts_per_tok": 8,
+    "num_experts": 64,
+    "norm_topk_prob": False,
+}
+
+
+def model_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a `config.json`."""
+    fields = Fields(hf, _DEFAULTS)
+    heads, kv_heads, head_size = hf_config.head_counts(fields)
+    layer = LayerKind(
+        attention=Attention(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            rope=hf_config.rope(fields),
+            qkv_bias=fields.flag("attention_bias"),
+            output_bias=fields.flag("attention_bias"),
+            qk_norm="projection",
+            qkv_clip=None if fields.value("clip_qkv") is None else fields.number("clip_qkv"),
+        ),
+        feed_forward=Moe(
+            router=Router(
+                num_experts=fields.integer("num_experts", "num_local_experts"),
+                experts_per_token=fields.integer("num_experts_per_tok"),
+                renormalize=fields.flag("norm_topk_prob"),
+                float32_weights=False,
+            ),
+            expert_width=fields.integer("intermediate_size"),
+        ),
+    )
+    return hf_config.decoder("olmoe", fields, [layer] * fields.integer("num_hidden_layers"))
+
+
+def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+    """What the tensors of a checkpoint are."""
+    return (
+        *rules.decoder_rules(config),
+        *rules.QK_NORM_RULES,
+        *rules.MOE_RULES,
+        *rules.FUSED_MOE_RULES,
+    )

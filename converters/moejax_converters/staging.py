@@ -1,0 +1,62 @@
+"""A folder that appears whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from moejax.errors import CheckpointError
+
+# A folder is locked right after it was made; until then nobody must take it for abandoned.
+_GRACE_SECONDS = 60
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Gives a new folder beside `target`, and renames it to that if the body succeeds.
+
+    It is removed if the body fails. What a killed process left is removed by the next one.
+    """
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists: it is not overwritten")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
+        folder = target.parent / f"{_prefix(target)}{uuid.uuid4().hex}"
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+        if target.exists():
+            raise CheckpointError(f"{target} exists: another process made it meanwhile")
+        folder.rename(target)
+    except OSError as error:
+        name = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(f"cannot write {target}: {error.strerror}{name}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _remove_abandoned(target: Path) -> None:
+    for folder in target.parent.glob(f"{_prefix(target)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _GRACE_SECONDS:
+                continue
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,160 @@
+"""Products of tokens with the experts that the router chose for them.
+
+Tokens are sorted by expert and cut into tiles that belong to one expert each; the tiles are worked
+off one after the other, so memory holds the weights of one expert at a time, and experts without
+tokens cost nothing. This is the plain path for every backend, and the reference of the kernels.
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from moejax.arena.geometry import LinearShape
+from moejax.arena.state import decode_dense, gather_pages
+from moejax.layers.linear import product
+
+MAX_TILE = 64
+
+
+class ExpertWeights(NamedTuple):
+    """The matrices of one expert."""
+
+    gate: Float[Array, "width hidden"]
+    up: Float[Array, "width hidden"]
+    down: Float[Array, "hidden width"]
+
+
+class Experts(Protocol):
+    """The experts of one layer, wherever their weights lie."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
+        """The matrices of an expert whose number is known on the device only."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Experts as ordinary arrays: for training, calibration and gradients."""
+
+    gate_up: Float[Array, "experts 2 width hidden"]
+    down: Float[Array, "experts hidden width"]
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
+        gate_up = lax.dynamic_index_in_dim(self.gate_up, expert, keepdims=False)
+        down = lax.dynamic_index_in_dim(self.down, expert, keepdims=False)
+        return ExpertWeights(gate_up[0], gate_up[1], down)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Experts of width 16 in the pages of an arena, through the expert table of one layer."""
+
+    pages: UInt32[Array, "pages words"]
+    host: UInt32[Array, "host_pages words"] | None
+    gate_up_pages: Int32[Array, "experts slots"]
+    down_pages: Int32[Array, "experts slots2"]
+    gate_up_shape: LinearShape
+    down_shape: LinearShape
+    dtype: str
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_pages.shape[0]
+
+    def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
+        gate, up = self._matrices(self.gate_up_pages, self.gate_up_shape, expert)
+        (down,) = self._matrices(self.down_pages, self.down_shape, expert)
+        return ExpertWeights(gate, up, down)
+
+    def _matrices(
+        self, table: Int32[Array, "experts slots"], shape: LinearShape, expert: Int32[Array, ""]
+    ) -> Float[Array, "parts rows columns"]:
+        ids = lax.dynamic_index_in_dim(table, expert, keepdims=False)
+        run = gather_pages(self.pages, ids, self.host).reshape(-1)
+        return decode_dense(run, shape, self.dtype)
+
+
+class Tiles(NamedTuple):
+    """Slots (a token and one of its experts) sorted by expert, and cut into tiles."""
+
+    order: Int32[Array, " slots"]
+    """order[i]: the slot in place i; slot s is token s // experts_per_token."""
+    expert: Int32[Array, " tiles"]
+    start: Int32[Array, " tiles"]
+    """First place of the tile; the number of slots where the tile is empty."""
+    used: Bool[Array, " tiles"]
+
+
+def make_tiles(
+    topk_ids: Int32[Array, "tokens k"], valid: Bool[Array, " tokens"], num_experts: int, size: int
+) -> Tiles:
+    """Groups slots by expert. Slots of invalid tokens come last and belong to no tile."""
+    slots = topk_ids.size
+    expert = jnp.where(valid[:, None], topk_ids, num_experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    group_starts = jnp.cumsum(group_sizes) - group_sizes
+    group_tiles = -(-group_sizes // size)
+    tile_ends = jnp.cumsum(group_tiles)
+    # Each non-empty group has at most one tile that is not full.
+    number = jnp.arange(min(num_experts, slots) + slots // size, dtype=jnp.int32)
+    owner = jnp.searchsorted(tile_ends, number, side="right").astype(jnp.int32)
+    used = number < tile_ends[-1]
+    owner = jnp.where(used, owner, 0)
+    within = number - (tile_ends - group_tiles)[owner]
+    start = jnp.where(used, group_starts[owner] + within * size, slots)
+    return Tiles(order, owner, start, used)
+
+
+def run_experts(
+    x: Float[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens k"],
+    topk_weights: Float[Array, "tokens k"],
+    valid: Bool[Array, " tokens"],
+    experts: Experts,
+) -> Float[Array, "tokens hidden"]:
+    """The weighted sum of the outputs of each token's experts; zero for invalid tokens.
+
+    Products are rounded to the dtype of x, weighted and summed in the dtype of the weights
+    promoted with x, and rounded once.
+    """
+    tokens, k = topk_ids.shape
+    size = min(MAX_TILE, tokens)
+    tiles = make_tiles(topk_ids, valid, experts.num_experts, size)
+    # Padding, so that a tile may reach beyond the last slot.
+    token_of = jnp.concatenate([tiles.order // k, jnp.zeros(size, jnp.int32)])
+
+    def compute(expert: Int32[Array, ""], rows: Float[Array, "m hidden"]) -> Array:
+        gate, up, down = experts.weights(expert)
+        return product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
+
+    def body(
+        sums: Float[Array, "places hidden"], tile: tuple[Array, Array, Array]
+    ) -> tuple[Array, None]:
+        expert, start, used = tile
+        rows = x[lax.dynamic_slice_in_dim(token_of, start, size)]
+        y = lax.cond(used, compute, lambda _, rows: jnp.zeros_like(rows), expert, rows)
+        # Rows beyond the group's end are overwritten by the tile of the next group.
+        return lax.dynamic_update_slice_in_dim(sums, y, start, axis=0), None
+
+    places = jnp.zeros((tokens * k + size, x.shape[1]), x.dtype)
+    places, _ = lax.scan(body, places, (tiles.expert, tiles.start, tiles.used))
+    place_of = jnp.zeros(tokens * k, jnp.int32).at[tiles.order].set(
+        jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True
+    )
+    y = places[place_of].reshape(tokens, k, -1)
+    wide = jnp.promote_types(topk_weights.dtype, x.dtype)
+    weights = jnp.where(valid[:, None], topk_weights, 0).astype(wide)
+    return jnp.sum(y.astype(wide) * weights[:, :, None], axis=1).astype(x.dtype)

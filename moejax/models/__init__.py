@@ -1,0 +1,1 @@
+"""The decoder, made of parts, and the programs that run it."""

@@ -1,0 +1,215 @@
+"""The arena as a decoder's memory: KV and experts read through page tables."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from moejax.arena.control import Field, Header
+from moejax.arena.geometry import Geometry
+from moejax.arena.state import (
+    ArenaState,
+    read_tokens,
+    values_to_words,
+    words_to_values,
+    write_tokens,
+)
+from moejax.config import ModelConfig
+from moejax.layers.attention import Qkv, attend, visible
+from moejax.layers.experts import Paged
+
+# Queries of one row that attend at once: bounds the scores, [heads, queries, tokens].
+QUERY_TILE = 64
+
+
+class Batch(NamedTuple):
+    """Where the tokens of a step belong, from a control array."""
+
+    tokens: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+    row_of: Int32[Array, " tokens"]
+    """Row of the step, not of the tables."""
+    table_rows: Int32[Array, " rows"]
+    starts: Int32[Array, " rows"]
+    lengths: Int32[Array, " rows"]
+    cached: Int32[Array, " rows"]
+
+
+def make_batch(control: dict[str, Array], last_tokens: Int32[Array, " table_rows"]) -> Batch:
+    """Reads a control array's tokens and rows."""
+    header, rows = control["header"], control["rows"]
+    number = jnp.arange(control["tokens"].shape[0], dtype=jnp.int32)
+    used = jnp.arange(rows.shape[0], dtype=jnp.int32) < header[Header.ROWS]
+    starts = jnp.where(used, rows[:, Field.TOKEN_START], len(number))
+    lengths = jnp.where(used, rows[:, Field.NUM_TOKENS], 0)
+    row_of = jnp.sum(number[:, None] >= starts[None, :], axis=1, dtype=jnp.int32) - 1
+    row_of = jnp.maximum(row_of, 0)
+    cached = rows[:, Field.CACHED]
+    tokens = control["tokens"]
+    last = last_tokens[rows[:, Field.ROW]][row_of]
+    return Batch(
+        tokens=jnp.where(tokens < 0, last, tokens),
+        positions=cached[row_of] + number - starts[row_of],
+        valid=number < header[Header.TOKENS],
+        row_of=row_of,
+        table_rows=rows[:, Field.ROW],
+        starts=starts,
+        lengths=lengths,
+        cached=cached,
+    )
+
+
+class LayerTables(NamedTuple):
+    """One layer's part of the tables."""
+
+    block_pages: Int32[Array, " kv_blocks"]
+    gate_up_pages: Int32[Array, "experts slots"] | None
+    down_pages: Int32[Array, "experts slots2"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedMemory:
+    """One device's arena and the batch of a step. The carry is the array of pages."""
+
+    config: ModelConfig
+    geometry: Geometry
+    state: ArenaState
+    batch: Batch
+    max_query: int
+    """No row has more tokens than this in the step."""
+
+    @property
+    def positions(self) -> Int32[Array, " tokens"]:
+        return self.batch.positions
+
+    @property
+    def valid(self) -> Bool[Array, " tokens"]:
+        return self.batch.valid
+
+    def start(self) -> UInt32[Array, "pages words"]:
+        pages: UInt32[Array, "pages words"] = self.state.pages[0]
+        return pages
+
+    def layers(self, segment: int) -> tuple[LayerTables, ...]:
+        places = self.config.places
+        moe_numbers = {layer: i for i, layer in enumerate(self.config.moe_layers)}
+        found = []
+        for index in range(len(self.config.segments[segment].period)):
+            numbers = [
+                n for n, place in enumerate(places) if (place.segment, place.index) == (segment, index)
+            ]
+            block_pages = self.state.block_pages[0, jnp.array(numbers)]
+            moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
+            gate_up = self.state.gate_up_pages[0, jnp.array(moe)] if moe else None
+            down = self.state.down_pages[0, jnp.array(moe)] if moe else None
+            found.append(LayerTables(block_pages, gate_up, down))
+        return tuple(found)
+
+    def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Paged:
+        geometry = self.geometry
+        return Paged(
+            carry,
+            None if self.state.host is None else self.state.host[0],
+            layer.gate_up_pages,
+            layer.down_pages,
+            geometry.gate_up,
+            geometry.down,
+            geometry.dtype,
+        )
+
+    def attend(
+        self,
+        carry: UInt32[Array, "pages words"],
+        layer: LayerTables,
+        qkv: Qkv,
+        window: int | None,
+        scale: float,
+    ) -> tuple[UInt32[Array, "pages words"], Float[Array, "tokens heads size"]]:
+        batch, block_size = self.batch, self.geometry.block_size
+        # int32[rows, blocks per row]: pages of this layer
+        row_pages = layer.block_pages[self.state.block_tables[0][batch.table_rows]]
+        block = jnp.minimum(batch.positions // block_size, row_pages.shape[1] - 1)
+        words = values_to_words(
+            jnp.concatenate([x.reshape(len(x), -1) for x in (qkv.k, qkv.v)], axis=1)
+        )
+        pages = write_tokens(
+            carry,
+            row_pages[batch.row_of, block],
+            batch.positions % block_size,
+            words,
+            batch.valid,
+        )
+        if self.max_query == 1:
+            o = self._attend_decode(pages, row_pages, qkv, window, scale)
+        else:
+            o = self._attend_ragged(pages, row_pages, qkv, window, scale)
+        return pages, jnp.where(batch.valid[:, None, None], o, jnp.zeros((), o.dtype))
+
+    def _read(
+        self, pages: UInt32[Array, "pages words"], page_ids: Int32[Array, " blocks"], like: Qkv
+    ) -> tuple[Float[Array, "keys kv_heads size"], Float[Array, "keys kv_heads size"]]:
+        """Keys and values of all places of a row."""
+        geometry = self.geometry
+        words = read_tokens(pages, page_ids, geometry.block_size, geometry.token_words)
+        values = words_to_values(words, geometry.dtype)
+        k, v = jnp.split(values.reshape(len(values), -1, like.k.shape[-1]), 2, axis=1)
+        return k, v
+
+    def _attend_decode(
+        self,
+        pages: UInt32[Array, "pages words"],
+        row_pages: Int32[Array, "rows blocks"],
+        qkv: Qkv,
+        window: int | None,
+        scale: float,
+    ) -> Float[Array, "tokens heads size"]:
+        """One query per row: all rows at once."""
+
+        def row(page_ids: Array, q: Array, position: Array) -> Array:
+            k, v = self._read(pages, page_ids, qkv)
+            keys = jnp.arange(len(k), dtype=jnp.int32)
+            return attend(q[None], k, v, visible(position[None], keys, window), scale)[0]
+
+        batch = self.batch
+        at = batch.row_of
+        return jax.vmap(row)(row_pages[at], qkv.q, batch.positions)
+
+    def _attend_ragged(
+        self,
+        pages: UInt32[Array, "pages words"],
+        row_pages: Int32[Array, "rows blocks"],
+        qkv: Qkv,
+        window: int | None,
+        scale: float,
+    ) -> Float[Array, "tokens heads size"]:
+        """Several queries per row: tiles of queries of one row, one after the other."""
+        batch = self.batch
+        tokens, size = len(batch.tokens), min(QUERY_TILE, self.max_query)
+        per_row = -(-self.max_query // size)
+        place = jnp.arange(size, dtype=jnp.int32)
+
+        def tile(o: Array, number: Array) -> tuple[Array, None]:
+            row, first = number // per_row, number % per_row * size
+            used = batch.lengths[row] > first
+
+            def compute(o: Array) -> Array:
+                at = batch.starts[row] + first + place
+                inside = first + place < batch.lengths[row]
+                q = qkv.q[jnp.minimum(at, tokens - 1)]
+                k, v = self._read(pages, row_pages[row], qkv)
+                keys = jnp.arange(len(k), dtype=jnp.int32)
+                positions = batch.cached[row] + first + place
+                mask = visible(positions, keys, window) & inside[:, None]
+                return o.at[jnp.where(inside, at, tokens)].set(
+                    attend(q, k, v, mask, scale), mode="drop"
+                )
+
+            return lax.cond(used, compute, lambda o: o, o), None
+
+        numbers = jnp.arange(len(batch.starts) * per_row, dtype=jnp.int32)
+        o, _ = lax.scan(tile, jnp.zeros_like(qkv.q), numbers)
+        return o

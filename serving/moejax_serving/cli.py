@@ -1,0 +1,207 @@
+"""moejax-serve: an OpenAI-compatible server for one model."""
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import moejax
+from moejax.errors import ConfigError, MoejaxError
+from moejax_serving.config import EngineConfig
+from moejax_serving.environment import prepare_environment
+from moejax_serving.sizes import parse_size
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_DRAIN_SECONDS = 10  # how long answers may take to finish after SIGINT or SIGTERM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is interrupted; returns the exit status."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    prepare_environment(os.environ)
+    try:
+        config = _engine_config(args)
+        with _bind(args.host, args.port) as listener:
+            _serve(args, config, listener)
+    except MoejaxError as error:
+        print(f"moejax-serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("moejax-serve: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="moejax-serve",
+        description="Serves a Mixture-of-Experts model over HTTP, as OpenAI's API does.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder of moejax-convert or a Hugging Face folder; left out: the built-in demo",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {moejax.__version__}")
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    return parser.parse_args([_with_dashes(argument) for argument in argv])
+
+
+def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network"
+    )
+    group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0: a free one")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may use for the model; left out: the model's own",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="requests that may wait or run; more are answered with status 429",
+    )
+    group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="what to log")
+
+
+def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
+    """Flags with the names and the defaults of EngineConfig's fields."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+    def add(name: str, help: str, **options: Any) -> None:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, default=defaults[name], help=help, **options)
+
+    add(
+        "dtype",
+        "what to compute in; auto: as the checkpoint says",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    add(
+        "memory_budget",
+        "device memory for weights, cache and work, such as 10GB or 8GiB; left out: what is free",
+        type=_size,
+        metavar="SIZE",
+    )
+    add(
+        "max_model_len",
+        "most tokens of prompt and answer together; left out: the model's limit",
+        type=_positive,
+        metavar="N",
+    )
+    add("max_num_seqs", "most sequences in one step", type=_positive, metavar="N")
+    add("max_num_batched_tokens", "most tokens in one step", type=_positive, metavar="N")
+    add("seed", "seed for requests without one of their own", type=int, metavar="N")
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def _serve(args: argparse.Namespace, config: EngineConfig, listener: socket.socket) -> None:
+    # Imported here, since they take seconds and --help needs none of them.
+    from moejax_serving.async_engine import AsyncEngine
+    from moejax_serving.http import create_app
+    from moejax_serving.load import load_engine
+
+    core = load_engine(args.model, config)
+    names = args.served_model_name or [core.model_name]
+    engine = AsyncEngine(core, max_queued_requests=args.max_queued_requests)
+    try:
+        app = create_app(engine, names, core.default_sampling)
+        listener.listen(2048)
+        _print_greeting(listener, names[0], has_tokenizer=engine.tokenizer is not None)
+        _run(app, listener)
+    finally:
+        engine.shutdown()
+
+
+def _run(app: "FastAPI", listener: socket.socket) -> None:
+    import uvicorn
+
+    settings = uvicorn.Config(
+        app, log_config=None, lifespan="off", timeout_graceful_shutdown=_DRAIN_SECONDS
+    )
+    # uvicorn repeats the signal that ended it; to end by it is what was asked for, and no failure.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def _print_greeting(listener: socket.socket, model: str, *, has_tokenizer: bool) -> None:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    prompt = '"Once upon a time"' if has_tokenizer else "[1, 2, 3]"
+    body = f'{{"model": "{model}", "prompt": {prompt}, "max_tokens": 32}}'
+    print(f"moejax-serve: {model} is served at {url}\n", flush=True)
+    print(
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Takes the port before the model is loaded; who connects before `listen` is refused."""
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = info[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address of this machine: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
+    return listener
+
+
+def _with_dashes(argument: str) -> str:
+    """--max_num_seqs=8 as --max-num-seqs=8: both spellings are in use."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

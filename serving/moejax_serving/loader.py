@@ -1,0 +1,175 @@
+"""Brings a checkpoint onto the device: dense weights as arrays, experts into pages of the arena."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from moejax.arena.format import (
+    DENSE_WIDTH,
+    DTYPES,
+    POISON_WORD,
+    decode_dense,
+    encode_dense,
+    to_pages,
+)
+from moejax.arena.geometry import Geometry, LinearShape
+from moejax.arena.state import ArenaState, write_pages
+from moejax.checkpoint import Checkpoint
+from moejax.config import ModelConfig
+from moejax.errors import CheckpointError
+from moejax.models.decoder import Params, abstract_params, flatten_params, unflatten_params
+from moejax_serving.memory import STAGING_BYTES
+from moejax_serving.pages import Owner, PagePool
+
+
+def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params:
+    """The dense weights on the device, in the engine's dtype."""
+    like = abstract_params(checkpoint.config, dtype)
+    wanted = flatten_params(like)
+    have = set(checkpoint.dense_names())
+    if have != set(wanted):
+        missing, extra = sorted(set(wanted) - have), sorted(have - set(wanted))
+        raise CheckpointError(
+            f"{checkpoint.folder}: dense tensors missing: {missing[:3]}, unknown: {extra[:3]}"
+        )
+    named = {}
+    for name, shape in tqdm(wanted.items(), "dense weights", disable=_quiet(progress)):
+        array = checkpoint.read_dense(name, dtype)
+        if array.shape != shape.shape:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} is {array.shape}, the model needs {shape.shape}"
+            )
+        named[name] = array
+    return unflatten_params(named, like)
+
+
+def empty_state(
+    geometry: Geometry, *, num_pages: int, rows: int, blocks_per_row: int, max_blocks: int
+) -> ArenaState:
+    """An arena of poison, and tables that point nowhere."""
+    layers, experts = geometry.num_moe_layers, geometry.num_experts
+    gate_up, down = geometry.dense_pages
+    return ArenaState(
+        pages=jnp.full((1, num_pages, geometry.page_words), POISON_WORD, jnp.uint32),
+        gate_up_pages=jnp.zeros((1, layers, experts, gate_up), jnp.int32),
+        down_pages=jnp.zeros((1, layers, experts, down), jnp.int32),
+        widths=jnp.zeros((1, layers, experts, 2), jnp.int32),
+        block_pages=jnp.zeros((1, geometry.num_layers, max_blocks), jnp.int32),
+        block_tables=jnp.zeros((1, rows, blocks_per_row), jnp.int32),
+        last_tokens=jnp.zeros(rows, jnp.int32),
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def store_pages(pages: Any, ids: Any, values: Any) -> Any:
+    """Replaces pages of the one-device arena [1, pages, words], which is donated."""
+    return write_pages(pages[0], ids, values)[None]
+
+
+def load_experts(
+    checkpoint: Checkpoint, geometry: Geometry, state: ArenaState, pool: PagePool, *, progress: bool
+) -> ArenaState:
+    """Writes all experts, at width 16, into pages of the pool, and fills the expert tables."""
+    config = checkpoint.config
+    tables = [
+        np.zeros((config_layers(config), geometry.num_experts, slots), np.int32)
+        for slots in geometry.dense_pages
+    ]
+    writer = _PageWriter(state.pages, geometry.page_words)
+    bar = tqdm(total=geometry.expert_pages * geometry.page_bytes, desc="experts", unit="B",
+               unit_scale=True, disable=_quiet(progress))  # fmt: skip
+    for number, layer in enumerate(config.moe_layers):
+        for expert, runs in _layer_runs(checkpoint, geometry, layer):
+            for table, run in zip(tables, runs, strict=True):
+                values = to_pages(run, geometry.page_words)
+                ids = pool.take(len(values), Owner.WEIGHTS)
+                if ids is None:
+                    raise AssertionError("the memory plan has too few pages for the experts")
+                table[number, expert] = ids
+                writer.put(ids, values)
+                bar.update(values.nbytes)
+    bar.close()
+    gate_up, down = (jnp.asarray(table[None]) for table in tables)
+    return dataclasses.replace(
+        state,
+        pages=writer.finish(),
+        gate_up_pages=gate_up,
+        down_pages=down,
+        widths=jnp.full(state.widths.shape, DENSE_WIDTH, jnp.int32),
+    )
+
+
+def config_layers(config: ModelConfig) -> int:
+    """Layers with routed experts."""
+    return len(config.moe_layers)
+
+
+def _layer_runs(
+    checkpoint: Checkpoint, geometry: Geometry, layer: int
+) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+    """(expert, (gate_up run, down run)) in the engine's dtype."""
+    runs = checkpoint.expert_runs(layer)
+    source = checkpoint.config.dtype
+    for expert in range(geometry.num_experts):
+        checkpoint.verify_expert(layer, expert)
+        yield (
+            expert,
+            (
+                _as_dtype(runs["gate_up"][expert], geometry.gate_up, source, geometry.dtype),
+                _as_dtype(runs["down"][expert], geometry.down, source, geometry.dtype),
+            ),
+        )
+
+
+def _as_dtype(run: np.ndarray, shape: LinearShape, source: str, target: str) -> np.ndarray:
+    if source == target:
+        return np.asarray(run)
+    matrix = decode_dense(run, shape.stored_rows, shape.columns, DTYPES[source])
+    return encode_dense(matrix.astype(DTYPES[target]))
+
+
+class _PageWriter:
+    """Gathers pages and writes many at once, always as many, so that one program serves."""
+
+    def __init__(self, pages: Any, page_words: int) -> None:
+        self._pages = pages
+        size = max(1, STAGING_BYTES // (page_words * 4))
+        self._out_of_range = pages.shape[1]
+        self._ids = np.full(size, self._out_of_range, np.int32)
+        self._values = np.zeros((size, page_words), np.uint32)
+        self._used = 0
+
+    def put(self, ids: list[int], values: np.ndarray) -> None:
+        """Pages to be written; `values` may change afterwards."""
+        while ids:
+            n = min(len(ids), len(self._ids) - self._used)
+            at = slice(self._used, self._used + n)
+            self._ids[at], self._values[at] = ids[:n], values[:n]
+            ids, values = ids[n:], values[n:]
+            self._used += n
+            if self._used == len(self._ids):
+                self._flush()
+
+    def _flush(self) -> None:
+        self._pages = store_pages(self._pages, self._ids, self._values)
+        # The buffers are used again: the copy to the device must have ended.
+        jax.block_until_ready(self._pages)
+        self._ids[:] = self._out_of_range
+        self._used = 0
+
+    def finish(self) -> Any:
+        """The arena after everything has been written."""
+        if self._used:
+            self._flush()
+        return self._pages
+
+
+def _quiet(progress: bool) -> bool | None:
+    """tqdm's `disable`: None shows a bar on a terminal only."""
+    return None if progress else True

@@ -1,0 +1,138 @@
+"""The memory plan: what the budget is spent on, and whether a model fits."""
+
+import dataclasses
+
+from moejax.arena.geometry import Geometry
+from moejax.config import Mlp, ModelConfig
+from moejax.errors import CapacityError
+from moejax.models.paged import QUERY_TILE
+from moejax.models.step import HEAD_TILE, Bucket
+
+# Pages that are written at once while a model is loaded.
+STAGING_BYTES = 16 << 20
+# What a GPU library asks for as scratch memory of a matrix product.
+LIBRARY_WORKSPACE = 64 << 20
+DEFAULT_CPU_ROOM = 1 << 30
+DEFAULT_GPU_SHARE = 0.9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by kind; together at most the budget."""
+
+    budget: int
+    dense: int
+    experts: int
+    kv: int
+    workspace: int
+    staging: int
+    num_pages: int
+    num_blocks: int
+    """kv_blocks that fit."""
+    block_size: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    def lines(self) -> list[str]:
+        """The plan in words, for the log."""
+        kinds = ("dense", "experts", "kv", "workspace", "staging")
+        parts = ", ".join(f"{kind} {human(getattr(self, kind))}" for kind in kinds)
+        return [
+            f"memory budget {human(self.budget)}: {parts}",
+            f"KV cache: {self.kv_tokens} tokens in {self.num_blocks} blocks of {self.block_size}",
+        ]
+
+
+def human(size: int) -> str:
+    """Bytes for people: 1.5 GiB."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def workspace_bytes(
+    config: ModelConfig, geometry: Geometry, bucket: Bucket, blocks_per_row: int
+) -> int:
+    """A bound on the temporaries of a step's program on the plain path.
+
+    One expert's weights, gathered and decoded; the batch's KV of one layer; activations; scores;
+    logits. Tests and the start of an engine compare it with what the compiler says.
+    """
+    itemsize = 2 if geometry.dtype == "bfloat16" else 4
+    tokens, rows = bucket.layout.tokens, bucket.layout.rows
+    expert = sum(geometry.dense_pages) * geometry.page_bytes
+    keys = blocks_per_row * geometry.block_size
+    row_kv = blocks_per_row * geometry.page_bytes
+    heads = max(kind.attention.num_heads for kind in config.layers)
+    head_width = max(kind.attention.num_heads * kind.attention.head_size for kind in config.layers)
+    if bucket.max_query == 1:
+        cache, scores = rows * row_kv, 4 * rows * heads * keys
+    else:
+        cache, scores = row_kv, 4 * heads * min(QUERY_TILE, tokens) * keys
+    widths = [config.moe.expert_width]
+    for kind in config.layers:
+        part = kind.feed_forward
+        widths += [part.width] if isinstance(part, Mlp) else []
+        widths += [part.shared.width] if not isinstance(part, Mlp) and part.shared else []
+    slots = tokens * config.moe.router.experts_per_token + min(64, tokens)
+    activations = itemsize * (
+        tokens * (6 * config.hidden_size + 6 * head_width + 4 * max(widths))
+        + 3 * slots * config.hidden_size
+    )
+    places = rows + (min(HEAD_TILE, tokens) if bucket.with_targets else 0)
+    logits = 4 * places * config.vocab_size
+    return 3 * expert + 4 * cache + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+
+
+def plan_memory(
+    config: ModelConfig,
+    geometry: Geometry,
+    *,
+    budget: int | None,
+    device_bytes: int | None,
+    dense: int,
+    workspace: int,
+) -> MemoryPlan:
+    """Divides a budget. Raises CapacityError, with the numbers, if the model does not fit.
+
+    `device_bytes`: the memory of the accelerator, None on a CPU.
+    """
+    experts = geometry.expert_pages * geometry.page_bytes
+    if device_bytes is not None:
+        workspace += LIBRARY_WORKSPACE
+    fixed = dense + workspace + STAGING_BYTES
+    if budget is None:
+        budget = (
+            fixed + experts + DEFAULT_CPU_ROOM
+            if device_bytes is None
+            else int(device_bytes * DEFAULT_GPU_SHARE)
+        )
+    block_bytes = geometry.block_pages * geometry.page_bytes
+    poison = geometry.page_bytes
+    room = budget - fixed - experts - poison
+    if room < block_bytes:
+        needed = fixed + experts + poison + block_bytes
+        raise CapacityError(
+            f"{config.family} in {geometry.dtype} needs at least {human(needed)} "
+            f"(experts {human(experts)}, dense weights {human(dense)}, workspace "
+            f"{human(workspace)}, staging {human(STAGING_BYTES)}, one KV block "
+            f"{human(block_bytes)}); the memory budget is {human(budget)}"
+        )
+    num_blocks = room // block_bytes
+    return MemoryPlan(
+        budget=budget,
+        dense=dense,
+        experts=experts,
+        kv=num_blocks * block_bytes,
+        workspace=workspace,
+        staging=STAGING_BYTES,
+        num_pages=1 + geometry.expert_pages + num_blocks * geometry.block_pages,
+        num_blocks=num_blocks,
+        block_size=geometry.block_size,
+    )

@@ -1,0 +1,169 @@
+"""How the tokens of one request are chosen: vLLM's names and defaults, checked when made."""
+
+import dataclasses
+import numbers
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, no_type_check
+
+from moejax.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""The most alternatives per token that a request may ask for."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "structured_outputs": (),
+    "bad_words": ([], ()),
+    "allowed_token_ids": (),
+}
+"""What is not done yet, with the values besides None that ask for nothing; others are refused."""
+
+_FLOATS = {
+    "temperature": (0.0, 1e9),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+}
+_INTS = {
+    "top_k": (-1, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs")
+_BOOLS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+
+
+@no_type_check  # The values come from callers: __post_init__ checks them, and says which is wrong.
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. A wrong value is a `RequestError` that names it."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0: always the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Choose among this many tokens; 0 and -1 (stored as 0): among all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest one."""
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    """Stored as a tuple; `stop_strings` is that tuple."""
+    stop_token_ids: Sequence[int] | None = None
+    """Stored as a tuple; `stop_ids` is that tuple."""
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many tokens."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen token and of this many of the likeliest ones."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    best_of: int | None = None
+    use_beam_search: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Any = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in NEUTRAL:
+            refuse_unless_neutral(name, getattr(self, name))
+        checked: dict[str, Any] = {}
+        for name, (low, high) in _FLOATS.items():
+            checked[name] = _check_float(name, getattr(self, name), low, high)
+        for name, (low, high) in _INTS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                checked[name] = _check_int(name, value, low, high)
+        for name in _BOOLS:
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "true or false", getattr(self, name))
+        checked["stop"] = _check_stop(self.stop)
+        checked["stop_token_ids"] = _check_stop_token_ids(self.stop_token_ids)
+        if checked["top_p"] == 0.0:
+            raise _wrong("top_p", "more than 0", self.top_p)
+        checked["top_k"] = max(checked["top_k"], 0)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end the text."""
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end the sequence, besides the model's own."""
+        return tuple(self.stop_token_ids or ())
+
+
+def refuse_unless_neutral(
+    name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> None:
+    """Raises a `RequestError` if `value` asks for something that is not done yet."""
+    if value is None or any(value == allowed for allowed in neutral[name]):
+        return
+    instead = f" or pass {neutral[name][0]!r}" if neutral[name] else ""
+    raise RequestError(
+        f"{name}={reprlib.repr(value)} is not supported: leave it out{instead}", param=name
+    )
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
+        raise _wrong(name, "a number", value)
+    if not low <= value <= high:  # false for NaN too
+        raise _wrong(name, f"between {low:g} and {high:g}", value)
+    return float(value)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer:
+        raise _wrong(name, "an integer", value)
+    if not low <= value <= high:
+        raise _wrong(name, f"between {low} and {high}", value)
+    return int(value)
+
+
+def _check_stop(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
+        raise _wrong("stop", "a string or a list of strings", stop)
+    if not all(strings):
+        raise _wrong("stop", "free of empty strings", stop)
+    return tuple(strings)
+
+
+def _check_stop_token_ids(ids: Any) -> tuple[int, ...]:
+    ids = () if ids is None else ids
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise _wrong("stop_token_ids", "a list of integers", ids)
+    return tuple(_check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in ids)
+
+
+def _wrong(name: str, expected: str, value: Any) -> RequestError:
+    return RequestError(f"{name} must be {expected}, got {reprlib.repr(value)}", param=name)

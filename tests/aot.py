@@ -1,0 +1,125 @@
+"""Compiles programs for an H200 on a machine without a GPU, and reads what came out.
+
+XLA's GPU compiler is inside jax's CUDA wheels and needs only a description of the device. The
+result has the optimised and scheduled HLO, memory figures and compiled kernels; it cannot be run.
+Tests say `import aot`; those that ask for a mesh are skipped where the wheels are missing (extra
+`compile`).
+"""
+
+import importlib.util
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 15 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+OPTIONS: Mapping[str, Any] = {
+    "xla_gpu_autotune_level": 0,  # there is no device to measure on
+    "xla_gpu_enable_triton_gemm": False,  # products become cuBLASLt calls, as often after tuning
+}
+
+
+def h200_mesh(num_devices: int = 1, axis_name: str = "x") -> Mesh:
+    """A mesh of devices that can be compiled for and not run on."""
+    if (reason := find_obstacle()) is not None:
+        pytest.skip(reason)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology=f"1x1x{num_devices}"
+    )
+    return Mesh(np.array(topology.devices), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def find_obstacle() -> str | None:
+    """Says why nothing can be compiled for a GPU here, or None."""
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    if not any(_find_package(name) for name in plugins):
+        return "needs jax's CUDA plugin: install moejax[compile]"
+    # Without these two files XLA would end the process with a segmentation fault.
+    roots = [pathlib.Path(os.environ.get("CUDA_ROOT", "/usr/local/cuda"))]
+    roots += _find_package("nvidia.cu13") + _find_package("nvidia.cuda_nvcc")
+    files = ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc")
+    if not any(all((root / file).exists() for file in files) for root in roots):
+        return "needs ptxas and libdevice of CUDA: install moejax[compile]"
+    return None
+
+
+def compile_for(
+    mesh: Mesh,
+    fun: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compiles fun for a mesh. args: ShapeDtypeStructs, replicated unless they have a sharding."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(arg: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=arg.sharding or replicated)
+
+    placed = jax.tree.map(place, args)
+    # The mesh in the context tells kernels which device they are lowered for.
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*placed)
+    return lowered.compile(compiler_options={**OPTIONS, **(compiler_options or {})})
+
+
+def copies(compiled: Any, min_bytes: int = 1 << 20) -> list[str]:
+    """The copy instructions of at least min_bytes in the optimised HLO, as text."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        # %copy = bf16[8,128]{1,0} copy(...), %copy-start = (bf16[8,128]{1,0}, ...) copy-start(...)
+        match = re.search(r"= \(?([a-z]+)(\d*)\w*\[([\d,]*)\].* copy(-start)?\(", line)
+        if match is None:
+            continue
+        bits = 8 if match[1] == "pred" else int(match[2])
+        if math.prod(int(n) for n in match[3].split(",") if n) * bits // 8 >= min_bytes:
+            found.append(line.strip())
+    return found
+
+
+def has_remat(compiled: Any) -> bool:
+    """Whether XLA computes anything twice to save memory."""
+    return re.search(r"%[\w.-]*\.remat", compiled.as_text()) is not None
+
+
+def _find_package(name: str) -> list[pathlib.Path]:
+    """The folders of an installed package, which is not imported."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return []
+    return [] if spec is None else [pathlib.Path(p) for p in spec.submodule_search_locations or ()]

@@ -1,0 +1,42 @@
+"""What every test runs under: strict shapes and types, and four CPU devices.
+
+On a machine without an NVIDIA driver jax runs on the CPU. With one, JAX_PLATFORMS is left as it is,
+so `pytest -m gpu` finds the GPU. No XLA flags are set here: what compiling without a GPU needs is
+given to that compilation alone (see aot.py).
+"""
+
+import os
+import pathlib
+import shutil
+
+# XLA's collectives on simulated devices wait for each other: two threads are too few for four.
+os.environ.setdefault("NPROC", "16")
+if shutil.which("nvidia-smi") is None:
+    # Otherwise the wheels that compile for a GPU look for its libraries and complain.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# An example that compiles takes seconds, the next one of that shape none.
+hypothesis.settings.register_profile("moejax", deadline=None)
+hypothesis.settings.load_profile("moejax")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, and jax runs on {jax.default_backend()}")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> pathlib.Path:
+    """The folder of checkpoints, data and tokenizers beside the checkout."""
+    folder = pathlib.Path(__file__).resolve().parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs {folder}")
+    return folder
