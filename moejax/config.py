@@ -175,9 +175,7 @@ class ModelConfig:
     @property
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, in order."""
-        return tuple(
-            kind for segment in self.segments for kind in segment.period * segment.repeats
-        )
+        return tuple(kind for segment in self.segments for kind in segment.period * segment.repeats)
 
     @property
     def moe_layers(self) -> dict[int, Moe]:

@@ -36,9 +36,7 @@ class Logprobs(NamedTuple):
     top_logprobs: Float[Array, "rows top"]
 
 
-def sample(
-    logits: Float[Array, "rows vocab"], rows: SamplingRows
-) -> Int32[Array, " rows"]:
+def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int32[Array, " rows"]:
     """Chooses one token per row."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     chosen = lax.cond(
@@ -47,19 +45,32 @@ def sample(
     return jnp.where(rows.temperature > 0, chosen, greedy)
 
 
-def _sample_random(
-    logits: Float[Array, "rows vocab"], rows: SamplingRows
-) -> Int32[Array, " rows"]:
+def _sample_random(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int32[Array, " rows"]:
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    scaled = logits / temperature[:, None]
-    filters = (rows.top_p < 1) | (rows.min_p > 0) | (rows.top_k > 0)
-    scaled = lax.cond(jnp.any(filters), filter_logits, lambda logits, rows: logits, scaled, rows)
+    # With the largest at 0, a tiny temperature makes others -inf and none inf.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
 
     def draw(seed: Array, position: Array, logits: Array) -> Array:
         key = jax.random.wrap_key_data(lax.bitcast_convert_type(seed, jnp.uint32))
         return jax.random.categorical(jax.random.fold_in(key, position), logits)
 
-    return jax.vmap(draw)(rows.seeds, rows.positions, scaled).astype(jnp.int32)
+    def plain(scaled: Array, rows: SamplingRows) -> Array:
+        return jax.vmap(draw)(rows.seeds, rows.positions, scaled).astype(jnp.int32)
+
+    # The branches return tokens, not logits: a conditional would copy what it passes through.
+    return lax.cond(
+        wants_filters(rows),
+        lambda scaled, rows: plain(filter_logits(scaled, rows), rows),
+        plain,
+        scaled,
+        rows,
+    )
+
+
+def wants_filters(rows: SamplingRows) -> Bool[Array, ""]:
+    """Whether a filter is to be computed. Greedy rows need none, nor does padding, all zeros."""
+    filters = (rows.top_p < 1) | (rows.min_p > 0) | (rows.top_k > 0)
+    return jnp.any(filters & (rows.temperature > 0))
 
 
 def filter_logits(
@@ -83,9 +94,7 @@ def filter_logits(
     return jnp.where((logits >= floor) & (logits >= likely), logits, -jnp.inf)
 
 
-def logprobs_of(
-    logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]
-) -> Logprobs:
+def logprobs_of(logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]) -> Logprobs:
     """The log-probability and rank of one token per row, and the likeliest alternatives."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
@@ -115,7 +124,5 @@ def choose(
     """One token per row, forced where `forced` >= 0, and its log-probabilities where wanted."""
     tokens = jnp.where(forced >= 0, forced, sample(logits, rows))
     nothing = no_logprobs(*logits.shape)
-    found = lax.cond(
-        want_logprobs, logprobs_of, lambda logits, tokens: nothing, logits, tokens
-    )
+    found = lax.cond(want_logprobs, logprobs_of, lambda logits, tokens: nothing, logits, tokens)
     return tokens, found

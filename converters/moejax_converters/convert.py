@@ -36,8 +36,8 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
     pieces = rules.resolve(folder.tensors, table, config)
     _check_copies(folder, table, pieces)
     settings = generation.generation_settings(folder)
-    if any(piece.tensor.dtype == "F16" for piece in pieces.values()):
-        _log.warning("float16 weights are stored as float32, which holds them exactly")
+    if widened := _widened(pieces, config):
+        _log.warning("%s weights are stored as float32, which holds them exactly", widened)
     with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
         writer = CheckpointWriter(partial)
         for name, names in targets.dense_stacks(config).items():
@@ -51,6 +51,12 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
                     bar.update(sum(_num_bytes(part) for part in parts))
         generation.copy_tokenizer(folder.folder, partial)
         writer.finish(config, settings)
+
+
+def _widened(pieces: Mapping[str, Piece], config: ModelConfig) -> str:
+    narrow = {"F16": "float16"} | ({"BF16": "bfloat16"} if config.dtype == "float32" else {})
+    stored = {piece.tensor.dtype for piece in pieces.values()}
+    return " and ".join(name for dtype, name in narrow.items() if dtype in stored)
 
 
 def _check_copies(

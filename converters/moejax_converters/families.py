@@ -20,7 +20,7 @@ FAMILIES: dict[str, ModuleType] = {
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`. Raises ConfigError for what is not supported."""
-    model_type = hf.get("model_type")
+    model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         raise ConfigError(
             f"model type '{model_type}' is not supported (supported: {', '.join(sorted(FAMILIES))})"
@@ -31,11 +31,13 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def source_config(source: Source) -> ModelConfig:
-    """The ModelConfig of a folder; where its config.json has no dtype, the tensors say it."""
+    """The ModelConfig of a folder; where its config.json has no dtype, most tensors say it."""
     hf = source.config
     if hf.get("dtype") is None and hf.get("torch_dtype") is None:
-        stored = {tensor.dtype for tensor in source.tensors.values()}
-        hf = hf | {"dtype": "bfloat16" if stored == {"BF16"} else "float32"}
+        sizes = {"BF16": 0, "F32": 0}
+        for tensor in source.tensors.values():
+            sizes["BF16" if tensor.dtype == "BF16" else "F32"] += tensor.num_bytes
+        hf = hf | {"dtype": "bfloat16" if sizes["BF16"] > sizes["F32"] else "float32"}
     return model_config(hf)
 
 

@@ -81,9 +81,7 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def decoder(
-    family: str, fields: Fields, layers: Sequence[LayerKind], *, epsilon: str = "rms_norm_eps"
-) -> ModelConfig:
+def decoder(family: str, fields: Fields, layers: Sequence[LayerKind]) -> ModelConfig:
     """The ModelConfig of a plain decoder with these layers."""
     fields.only("hidden_act", "silu")
     return ModelConfig(
@@ -91,7 +89,7 @@ def decoder(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        norm_epsilon=fields.number(epsilon),
+        norm_epsilon=fields.number("rms_norm_eps"),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         dtype=dtype(fields),
         segments=config.segments_of(layers),

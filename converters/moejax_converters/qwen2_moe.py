@@ -87,16 +87,22 @@ def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
 def _windows(fields: Fields, num_layers: int) -> list[int | None]:
     window = hf_config.window(fields)
     border = fields.integer("max_window_layers", least=0)
-    kinds = fields.value("layer_types") or [
-        "sliding_attention" if window and n % 2 == 0 and n < border else "full_attention"
-        for n in range(num_layers)
-    ]
-    windows: dict[str, int | None] = {"full_attention": None}
+    kinds = fields.value("layer_types")
+    if kinds is None:
+        kinds = [
+            "sliding_attention" if window and n % 2 == 0 and n < border else "full_attention"
+            for n in range(num_layers)
+        ]
+    of_kind: dict[str, int | None] = {"full_attention": None}
     if window:
-        windows["sliding_attention"] = window
-    if len(kinds) != num_layers or any(kind not in windows for kind in kinds):
+        of_kind["sliding_attention"] = window
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(str(kind) not in of_kind for kind in kinds)
+    ):
         raise ConfigError(
             f"config.json: layer_types {kinds} does not fit num_hidden_layers {num_layers} "
             f"and use_sliding_window {bool(window)}"
         )
-    return [windows[kind] for kind in kinds]
+    return [of_kind[kind] for kind in kinds]

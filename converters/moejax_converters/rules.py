@@ -149,7 +149,7 @@ def _check(
     if tensor.dtype not in DTYPES:
         return f"dtype {tensor.dtype} is not supported (supported: {', '.join(DTYPES)})"
     if ".experts." in target and config.dtype == "bfloat16" and tensor.dtype != "BF16":
-        return f"dtype {tensor.dtype} does not fit into the bfloat16 of config.json"
+        return f"dtype {tensor.dtype} does not fit into this model's bfloat16"
     return None
 
 

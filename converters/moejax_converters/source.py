@@ -36,6 +36,8 @@ class Source:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
+        if not (self.folder / "config.json").is_file():
+            raise CheckpointError(f"{self.folder} is not a Hugging Face folder: no config.json")
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         _refuse_quantized(self.config)
         self.tensors: dict[str, StoredTensor] = _read_headers(self.folder)

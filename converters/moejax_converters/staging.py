@@ -23,15 +23,13 @@ def staged(target: Path) -> Iterator[Path]:
     """
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists: it is not overwritten")
+    folder = target.parent / f"{_prefix(target)}{uuid.uuid4().hex}"
+    lock = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
-        folder = target.parent / f"{_prefix(target)}{uuid.uuid4().hex}"
         folder.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
-    lock = os.open(folder, os.O_RDONLY)
-    try:
+        lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
         if target.exists():
@@ -42,7 +40,8 @@ def staged(target: Path) -> Iterator[Path]:
         raise CheckpointError(f"cannot write {target}: {error.strerror}{name}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def _prefix(target: Path) -> str:

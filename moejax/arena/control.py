@@ -132,7 +132,7 @@ def float_bits(value: float) -> int:
 
 
 def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
-    """The control array of a step. Raises ValueError where a section is too small."""
+    """The control array of a step. Raises ValueError where something does not fit its section."""
     array = np.zeros(layout.size, np.int32)
     views = {
         name: array[layout.offsets[name] :][: int(np.prod(shape))].reshape(shape)
@@ -147,6 +147,8 @@ def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
         if at + n > layout.tokens:
             raise ValueError(f"{at + n} tokens do not fit a bucket of {layout.tokens}")
         views["tokens"][at : at + n] = row.tokens
+        if len(row.targets) not in (0, n):
+            raise ValueError(f"{len(row.targets)} targets for {n} tokens")
         if row.targets:
             views["targets"][at : at + n] = row.targets
         views["rows"][i] = _row_fields(row, at)
@@ -155,6 +157,9 @@ def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
         edits = getattr(control, name)
         if len(edits) > len(views[name]):
             raise ValueError(f"{len(edits)} {name} do not fit {len(views[name])}")
+        for edit in edits:
+            if len(edit) != views[name].shape[1]:
+                raise ValueError(f"{name} have {views[name].shape[1]} values each, got {len(edit)}")
         if edits:
             views[name][: len(edits)] = edits
     header = views["header"]

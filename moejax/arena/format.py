@@ -150,9 +150,7 @@ def table_bytes(rows: int, codes: int) -> int:
     return pad_to(pad_to(rows, ATOM_ROWS) * codes * 2, ATOM_BYTES)
 
 
-def to_pages(
-    run: UInt32[np.ndarray, " run"], page_words: int
-) -> UInt32[np.ndarray, "pages words"]:
+def to_pages(run: UInt32[np.ndarray, " run"], page_words: int) -> UInt32[np.ndarray, "pages words"]:
     """A run cut into pages; the rest of the last page is zero."""
     pages = ceil_div(run.size, page_words)
     padded = np.zeros(pages * page_words, np.uint32)

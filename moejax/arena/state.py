@@ -13,7 +13,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
 from moejax.arena.control import Header
-from moejax.arena.format import ATOM_ROWS, ATOM_WORDS, DTYPES, POISON_WORD, ceil_div, dense_words
+from moejax.arena.format import (
+    ATOM_ROWS,
+    ATOM_WORDS,
+    DTYPES,
+    POISON_PAGE,
+    POISON_WORD,
+    ceil_div,
+    dense_words,
+)
 from moejax.arena.geometry import LinearShape
 
 
@@ -58,8 +66,9 @@ def write_pages(
     ids: Int32[Array, " n"],
     values: UInt32[Array, "n words"],
 ) -> UInt32[Array, "pages words"]:
-    """The pages with some of them replaced. An id out of range is left out."""
-    return pages.at[ids].set(values, mode="drop", wrap_negative_indices=False)
+    """The pages with some of them replaced. Page 0 and ids out of range are left out."""
+    ids = jnp.where(ids > POISON_PAGE, ids, pages.shape[0])
+    return pages.at[ids].set(values, mode="drop")
 
 
 def decode_dense(
@@ -101,16 +110,19 @@ def write_tokens(
     values: UInt32[Array, "tokens token_words"],
     valid: Bool[Array, " tokens"],
 ) -> UInt32[Array, "pages words"]:
-    """Writes the KV of tokens, each to its place within its page. Invalid tokens are left out."""
+    """Writes the KV of tokens, each to its place within its page.
+
+    Invalid tokens are left out, and so are writes through an entry that points at nothing.
+    """
     token_words = values.shape[1]
-    page_ids = jnp.where(valid, page_ids, pages.shape[0])
+    page_ids = jnp.where(valid & (page_ids > POISON_PAGE), page_ids, pages.shape[0])
     at = jnp.stack([page_ids, places * token_words], axis=1)
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(1,),
         inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0, 1),
     )
-    return lax.scatter(
+    written = lax.scatter(
         pages,
         at,
         values,
@@ -118,6 +130,8 @@ def write_tokens(
         unique_indices=True,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
+    # XLA would fuse the write of a single token into later reads, and copy the arena for each.
+    return lax.optimization_barrier(written)
 
 
 def read_tokens(

@@ -58,7 +58,10 @@ def read_header(path: Path) -> Header:
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            if start == b"version ":
+                raise CheckpointError(f"{path}: a pointer of Git LFS, not the file: git lfs pull")
+            size = int.from_bytes(start, "little")
             if file_bytes < 8 or size > min(file_bytes - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{path}: not a safetensors file, or cut short "

@@ -41,9 +41,7 @@ class AttentionLayer(nnx.Module):
             self.q_norm = RmsNorm(q_norm, epsilon=epsilon, **options)
             self.k_norm = RmsNorm(k_norm, epsilon=epsilon, **options)
 
-    def project(
-        self, x: Float[Array, "tokens hidden"], positions: Int32[Array, " tokens"]
-    ) -> Qkv:
+    def project(self, x: Float[Array, "tokens hidden"], positions: Int32[Array, " tokens"]) -> Qkv:
         """Queries, keys and values: norm, clip, then rotation."""
         part = self.part
         q, k, v = self.q(x), self.k(x), self.v(x)

@@ -6,7 +6,7 @@ tokens cost nothing. This is the plain path for every backend, and the reference
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class ExpertWeights(NamedTuple):
     down: Float[Array, "hidden width"]
 
 
+@runtime_checkable
 class Experts(Protocol):
     """The experts of one layer, wherever their weights lie."""
 
@@ -42,14 +43,19 @@ class Experts(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Experts as ordinary arrays: for training, calibration and gradients."""
+    """Experts as ordinary arrays: for training, calibration and gradients.
 
-    gate_up: Float[Array, "experts 2 width hidden"]
-    down: Float[Array, "experts hidden width"]
+    A scan over layers stacks them: outside of it both have a leading axis.
+    """
+
+    gate_up: Any
+    """float[experts, 2, width, hidden]"""
+    down: Any
+    """float[experts, hidden, width]"""
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return int(self.gate_up.shape[0])
 
     def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
         gate_up = lax.dynamic_index_in_dim(self.gate_up, expert, keepdims=False)
@@ -127,8 +133,8 @@ def run_experts(
 ) -> Float[Array, "tokens hidden"]:
     """The weighted sum of the outputs of each token's experts; zero for invalid tokens.
 
-    Products are rounded to the dtype of x, weighted and summed in the dtype of the weights
-    promoted with x, and rounded once.
+    Products are rounded to the dtype of x, weighted and summed in the dtype of the weights (that
+    of x, or float32), and rounded once.
     """
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
@@ -151,10 +157,11 @@ def run_experts(
 
     places = jnp.zeros((tokens * k + size, x.shape[1]), x.dtype)
     places, _ = lax.scan(body, places, (tiles.expert, tiles.start, tiles.used))
-    place_of = jnp.zeros(tokens * k, jnp.int32).at[tiles.order].set(
-        jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True
+    place_of = (
+        jnp.zeros(tokens * k, jnp.int32)
+        .at[tiles.order]
+        .set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     )
     y = places[place_of].reshape(tokens, k, -1)
-    wide = jnp.promote_types(topk_weights.dtype, x.dtype)
-    weights = jnp.where(valid[:, None], topk_weights, 0).astype(wide)
-    return jnp.sum(y.astype(wide) * weights[:, :, None], axis=1).astype(x.dtype)
+    total = jnp.sum(y.astype(topk_weights.dtype) * topk_weights[:, :, None], axis=1)
+    return jnp.where(valid[:, None], total, 0).astype(x.dtype)

@@ -23,9 +23,7 @@ class MlpLayer(nnx.Module):
 class SharedExpertLayer(MlpLayer):
     """An MLP for every token, times the sigmoid of a learned projection where it is gated."""
 
-    def __init__(
-        self, hidden_size: int, part: SharedExpert, *, stack: Stack, dtype: str
-    ) -> None:
+    def __init__(self, hidden_size: int, part: SharedExpert, *, stack: Stack, dtype: str) -> None:
         super().__init__(hidden_size, part.width, stack=stack, dtype=dtype)
         self.router = Linear(hidden_size, 1, stack=stack, dtype=dtype) if part.gated else None
 

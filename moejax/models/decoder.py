@@ -4,7 +4,7 @@ A segment is scanned over its repeats, with its period unrolled. What the layers
 their experts lie is a `Memory`: the arena (`paged.py`), or plain arrays (`whole.py`).
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ Params = dict[str, Any]
 """The decoder's weights, without routed experts, as a plain nested dictionary."""
 
 
+@runtime_checkable
 class Memory(Protocol):
     """What layers read and write beside their weights.
 

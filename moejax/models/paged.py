@@ -100,7 +100,9 @@ class PagedMemory:
         found = []
         for index in range(len(self.config.segments[segment].period)):
             numbers = [
-                n for n, place in enumerate(places) if (place.segment, place.index) == (segment, index)
+                n
+                for n, place in enumerate(places)
+                if (place.segment, place.index) == (segment, index)
             ]
             block_pages = self.state.block_pages[0, jnp.array(numbers)]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
@@ -153,10 +155,12 @@ class PagedMemory:
         self, pages: UInt32[Array, "pages words"], page_ids: Int32[Array, " blocks"], like: Qkv
     ) -> tuple[Float[Array, "keys kv_heads size"], Float[Array, "keys kv_heads size"]]:
         """Keys and values of all places of a row."""
-        geometry = self.geometry
-        words = read_tokens(pages, page_ids, geometry.block_size, geometry.token_words)
-        values = words_to_values(words, geometry.dtype)
-        k, v = jnp.split(values.reshape(len(values), -1, like.k.shape[-1]), 2, axis=1)
+        kv_heads, size = like.k.shape[1:]
+        # Layers may have fewer KV heads than the page was cut for.
+        token_words = 2 * kv_heads * size * like.k.dtype.itemsize // 4
+        words = read_tokens(pages, page_ids, self.geometry.block_size, token_words)
+        values = words_to_values(words, self.geometry.dtype)
+        k, v = jnp.split(values.reshape(-1, 2 * kv_heads, size), 2, axis=1)
         return k, v
 
     def _attend_decode(
@@ -192,24 +196,24 @@ class PagedMemory:
         per_row = -(-self.max_query // size)
         place = jnp.arange(size, dtype=jnp.int32)
 
-        def tile(o: Array, number: Array) -> tuple[Array, None]:
+        def tile(_: None, number: Array) -> tuple[None, Array]:
             row, first = number // per_row, number % per_row * size
             used = batch.lengths[row] > first
 
-            def compute(o: Array) -> Array:
-                at = batch.starts[row] + first + place
+            def compute() -> Array:
                 inside = first + place < batch.lengths[row]
-                q = qkv.q[jnp.minimum(at, tokens - 1)]
+                q = qkv.q[jnp.minimum(batch.starts[row] + first + place, tokens - 1)]
                 k, v = self._read(pages, row_pages[row], qkv)
                 keys = jnp.arange(len(k), dtype=jnp.int32)
                 positions = batch.cached[row] + first + place
                 mask = visible(positions, keys, window) & inside[:, None]
-                return o.at[jnp.where(inside, at, tokens)].set(
-                    attend(q, k, v, mask, scale), mode="drop"
-                )
+                return attend(q, k, v, mask, scale)
 
-            return lax.cond(used, compute, lambda o: o, o), None
+            empty = jnp.zeros((size, *qkv.q.shape[1:]), qkv.q.dtype)
+            return None, lax.cond(used, compute, lambda: empty)
 
         numbers = jnp.arange(len(batch.starts) * per_row, dtype=jnp.int32)
-        o, _ = lax.scan(tile, jnp.zeros_like(qkv.q), numbers)
-        return o
+        _, o = lax.scan(tile, None, numbers)
+        within = jnp.arange(tokens, dtype=jnp.int32) - batch.starts[batch.row_of]
+        within = jnp.clip(within, 0, per_row * size - 1)
+        return o.reshape(-1, *o.shape[2:])[batch.row_of * per_row * size + within]

@@ -43,7 +43,7 @@ def triton_call(
     jax_triton = _import_jax_triton()
     options = dict(backend_options or {})
     if _parse(importlib.metadata.version("triton")) >= (3, 7):
-        # Left alone, triton writes PTX 9.1 and newer for Blackwell, which CUDA 12.9 and 13.0 refuse.
+        # Left alone, triton writes PTX 9.1 or newer for Blackwell; CUDA 12.9 and 13.0 refuse it.
         options.setdefault("ptx_version", 88)
     return jax_triton.triton_call(
         *args,

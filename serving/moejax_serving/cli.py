@@ -2,10 +2,10 @@
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
-import signal
-import socket
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,9 @@ from moejax_serving.environment import prepare_environment
 from moejax_serving.sizes import parse_size
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from moejax_serving.async_engine import AsyncEngine
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_DRAIN_SECONDS = 10  # how long answers may take to finish after SIGINT or SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     prepare_environment(os.environ)
     try:
-        config = _engine_config(args)
-        with _bind(args.host, args.port) as listener:
-            _serve(args, config, listener)
+        _serve(args, _engine_config(args))
     except MoejaxError as error:
         print(f"moejax-serve: {error}", file=sys.stderr)
         return 1
@@ -118,64 +115,35 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
-def _serve(args: argparse.Namespace, config: EngineConfig, listener: socket.socket) -> None:
+def _serve(args: argparse.Namespace, config: EngineConfig) -> None:
     # Imported here, since they take seconds and --help needs none of them.
     from moejax_serving.async_engine import AsyncEngine
     from moejax_serving.http import create_app
-    from moejax_serving.load import load_engine
+    from moejax_serving.server import base_url, bind, serve
 
-    core = load_engine(args.model, config)
-    names = args.served_model_name or [core.model_name]
-    engine = AsyncEngine(core, max_queued_requests=args.max_queued_requests)
-    try:
-        app = create_app(engine, names, core.default_sampling)
-        listener.listen(2048)
-        _print_greeting(listener, names[0], has_tokenizer=engine.tokenizer is not None)
-        _run(app, listener)
-    finally:
-        engine.shutdown()
+    with bind(args.host, args.port) as listener:
+        from moejax_serving.load import load_engine
 
-
-def _run(app: "FastAPI", listener: socket.socket) -> None:
-    import uvicorn
-
-    settings = uvicorn.Config(
-        app, log_config=None, lifespan="off", timeout_graceful_shutdown=_DRAIN_SECONDS
-    )
-    # uvicorn repeats the signal that ended it; to end by it is what was asked for, and no failure.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    uvicorn.Server(settings).run(sockets=[listener])
+        core = load_engine(args.model, config)
+        names = args.served_model_name or [core.model_name]
+        engine = AsyncEngine(core, max_queued_requests=args.max_queued_requests)
+        try:
+            app = create_app(engine, names, core.default_sampling)
+            listener.listen(2048)  # from here on, requests wait rather than fail
+            _print_greeting(base_url(listener), names[0], engine)
+            serve(app, engine, listener)
+        finally:
+            engine.shutdown()
 
 
-def _print_greeting(listener: socket.socket, model: str, *, has_tokenizer: bool) -> None:
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{host}:{port}"
-    prompt = '"Once upon a time"' if has_tokenizer else "[1, 2, 3]"
-    body = f'{{"model": "{model}", "prompt": {prompt}, "max_tokens": 32}}'
+def _print_greeting(url: str, model: str, engine: "AsyncEngine") -> None:
+    prompt = [1, 2, 3] if engine.tokenizer is None else "Once upon a time"
+    max_tokens = max(1, min(32, engine.max_model_len // 2))
+    body = shlex.quote(json.dumps({"model": model, "prompt": prompt, "max_tokens": max_tokens}))
     print(f"moejax-serve: {model} is served at {url}\n", flush=True)
     print(
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d {body}\n", flush=True
     )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Takes the port before the model is loaded; who connects before `listen` is refused."""
-    try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = info[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address of this machine: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
-    return listener
 
 
 def _with_dashes(argument: str) -> str:

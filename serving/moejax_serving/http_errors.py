@@ -134,8 +134,10 @@ def _describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     if first["type"] == "json_invalid":
         return None, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}"
     place = first["loc"][1:]
-    if not place:
+    if not place and first["type"] in ("missing", "model_attributes_type"):
         return None, "the body must be a JSON object, sent with Content-Type: application/json"
+    if not place:
+        return None, f"the body: {first['msg']}"
     field = str(place[0])
     reasons = dict.fromkeys(e["msg"] for e in errors if e["loc"][1:2] == place[:1])
     return field, f"{_spell(place)}: " + ", or: ".join(list(reasons)[:4])

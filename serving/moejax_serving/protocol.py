@@ -11,9 +11,9 @@ from moejax_serving.sampling_params import NEUTRAL, refuse_unless_neutral
 _log = logging.getLogger(__name__)
 
 # After the first wrong element there is no need to look at a million others.
-_Strings = Annotated[list[str], pydantic.FailFast()]
-_TokenIds = Annotated[list[Annotated[int, pydantic.Field(ge=0)]], pydantic.FailFast()]
-_Prompts = Annotated[list[_TokenIds], pydantic.FailFast()]
+_Strings = Annotated[list[str], pydantic.Field(fail_fast=True)]
+_TokenIds = Annotated[list[Annotated[int, pydantic.Field(ge=0)]], pydantic.Field(fail_fast=True)]
+_Prompts = Annotated[list[_TokenIds], pydantic.Field(fail_fast=True)]
 
 
 class _Body(pydantic.BaseModel):
@@ -63,7 +63,7 @@ class Message(_Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], pydantic.FailFast()]
+    messages: Annotated[list[Message], pydantic.Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

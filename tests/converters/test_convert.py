@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from converters import checkpoints
 from converters.checkpoints import FAMILIES, LAYOUTS
-
 from moejax.checkpoint import Checkpoint
 from moejax.errors import CheckpointError
 from moejax_converters import convert as convert_module
@@ -64,6 +64,13 @@ def test_float16_becomes_float32_and_that_is_said(torch_dtype, tmp_path, caplog)
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model, dtype=np.float32)
 
 
+def test_bfloat16_becomes_float32_if_the_config_says_so(tmp_path, caplog):
+    model = checkpoints.write(tmp_path / "hf", torch_dtype="float32")
+    convert(tmp_path / "hf", tmp_path / "out")
+    assert "bfloat16 weights are stored as float32, which holds them exactly" in caplog.text
+    checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model, dtype=np.float32)
+
+
 def test_without_a_dtype_the_tensors_say_it(tmp_path):
     checkpoints.write(tmp_path / "hf", torch_dtype=None)
     convert(tmp_path / "hf", tmp_path / "out")
@@ -73,6 +80,7 @@ def test_without_a_dtype_the_tensors_say_it(tmp_path):
 def test_a_float32_router_in_a_bfloat16_model_stays_float32(tmp_path):
     hf = checkpoints.config_of("mixtral")
     model = checkpoints.model_tensors(hf)
+    del hf["torch_dtype"]
     router = "layers.1.feed_forward.router.weight"
     model[router] = np.full(model[router].shape, 1 / 3, np.float32)
     checkpoints.write_folder(tmp_path / "hf", hf, checkpoints.hf_tensors(model, "mixtral"))

@@ -112,7 +112,7 @@ class FakeEngine:
 
     def _logprobs(self, token_id: int, count: int) -> dict[int, Logprob]:
         """The chosen token is the third likeliest; the first is impossible to beat."""
-        ranked = [(0, 100, -0.5), (1, 101, -1.0), (2, token_id, -2.0), (3, 103, float("-inf"))]
+        ranked = [(0, 70, -0.5), (1, 71, -1.0), (2, token_id, -2.0), (3, 73, float("-inf"))]
         return {
             other: Logprob(logprob, rank + 1, self._text(other))
             for rank, other, logprob in [ranked[2], *ranked]

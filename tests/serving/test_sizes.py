@@ -27,7 +27,9 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "10G", "-1GB", "1e9", "1,5GB", "1.GB", "10 GB x", "٣GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "10G", "-1GB", "1e9", "1,5GB", "1.GB", "10 GB x", "٣GB"]
+)
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size: write bytes, or a number with one of"):
         parse_size(text)

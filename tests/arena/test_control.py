@@ -1,0 +1,201 @@
+"""FORMAT.md section 4: the control array, by the numbers of the page and not by our names."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax.arena.control import Control, Layout, RowControl, float_bits, pack, unpack
+
+LAYOUT = Layout(tokens=4, rows=2, blocks=3, expert_edits=2, layers=2)
+
+
+def pack_row(**fields: Any) -> list[int]:
+    """The 16 fields of the only row of a step."""
+    row = {"row": 0, "tokens": [1], "cached": 0, "sample": False} | fields
+    layout = Layout(tokens=len(row["tokens"]), rows=1, blocks=0, expert_edits=0, layers=1)
+    start = 16 + 2 * layout.tokens
+    return pack(Control([RowControl(**row)]), layout)[start:].tolist()
+
+
+def test_sections_follow_each_other_without_gaps() -> None:
+    assert LAYOUT.offsets == {
+        "header": 0,
+        "tokens": 16,
+        "targets": 20,
+        "rows": 24,
+        "block_edits": 56,  # after 2 rows of 16 fields
+        "row_edits": 65,  # after 3 of 1 + 2 words
+        "expert_edits": 74,  # after 3 of 3 words
+    }
+    assert LAYOUT.size == 82  # 2 of 4 words
+
+
+def test_a_whole_array_by_hand() -> None:
+    control = Control(
+        rows=[
+            RowControl(
+                row=5,
+                tokens=[11, 12],
+                targets=[12, -1],
+                cached=8,
+                sample=True,
+                forced=7,
+                seed=(3 << 32) + 2,
+                temperature=1.0,
+                top_p=0.5,
+                min_p=2.0,
+                top_k=9,
+            ),
+            RowControl(row=1, tokens=[-1], cached=30, sample=False, exact_routing=True),
+        ],
+        block_edits=[(6, 101, 102)],
+        row_edits=[(5, 1, 6), (1, 0, 4)],
+        expert_edits=[(1, 13, -1, 16)],
+        routing_active=True,
+        want_logprobs=True,
+    )
+    array = pack(control, LAYOUT)
+    half, one, two = 0x3F000000, 0x3F800000, 0x40000000
+    assert array.dtype == np.int32
+    assert array[0:16].tolist() == [1, 2, 3, 1, 2, 1, 1, 1] + [0] * 8
+    assert array[16:20].tolist() == [11, 12, -1, 0]
+    assert array[20:24].tolist() == [12, -1, -1, -1]
+    assert array[24:40].tolist() == [5, 0, 2, 8, 1, 7, 2, 3, one, half, two, 9, 0, 0, 0, 0]
+    assert array[40:56].tolist() == [1, 2, 1, 30, 2, -1, 0, 0, 0, one, 0, 0, 0, 0, 0, 0]
+    assert array[56:65].tolist() == [6, 101, 102] + [0] * 6
+    assert array[65:74].tolist() == [5, 1, 6, 1, 0, 4] + [0] * 3
+    assert array[74:82].tolist() == [1, 13, -1, 16] + [0] * 4
+
+
+def test_an_empty_control_has_a_version_and_no_targets() -> None:
+    array = pack(Control([]), LAYOUT)
+    assert array[0] == 1
+    assert array[20:24].tolist() == [-1] * 4
+    assert np.count_nonzero(array) == 5
+
+
+@pytest.mark.parametrize(
+    ("sample", "exact_routing", "flags"),
+    [(False, False, 0), (True, False, 1), (False, True, 2), (True, True, 3)],
+)
+def test_flags_are_bits(sample: bool, exact_routing: bool, flags: int) -> None:
+    assert pack_row(sample=sample, exact_routing=exact_routing)[4] == flags
+
+
+@pytest.mark.parametrize(
+    ("seed", "low", "high"),
+    [
+        (0, 0, 0),
+        (1, 1, 0),
+        (2**31, -(2**31), 0),
+        (2**32 - 1, -1, 0),
+        (2**32, 0, 1),
+        (2**63 - 1, -1, 2**31 - 1),
+        (-1, -1, -1),
+        (-(2**63), 0, -(2**31)),
+    ],
+)
+def test_a_seed_is_two_words_low_first(seed: int, low: int, high: int) -> None:
+    assert pack_row(seed=seed)[6:8] == [low, high]
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [(0.0, 0), (1.0, 0x3F800000), (0.1, 0x3DCCCCCD), (-0.0, -(2**31)), (-1.0, -0x40800000)],
+)
+def test_floats_travel_as_their_bits(value: float, bits: int) -> None:
+    assert float_bits(value) == bits
+    assert pack_row(temperature=value, top_p=value, min_p=value)[8:11] == [bits] * 3
+
+
+@given(st.floats(width=32, allow_nan=False))
+def test_every_float_comes_back(value: float) -> None:
+    assert np.array([float_bits(value)], np.int32).view(np.float32)[0] == value
+
+
+TWO_ROWS = [RowControl(row=row, tokens=[1, 2], cached=0, sample=False) for row in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        (Control(TWO_ROWS[:1] * 3), "3 rows do not fit a bucket of 2"),
+        (
+            Control([TWO_ROWS[0], RowControl(row=1, tokens=[1, 2, 3], cached=0, sample=False)]),
+            "5 tokens do not fit a bucket of 4",
+        ),
+        (Control([], block_edits=[(1, 2, 3)] * 4), "4 block_edits do not fit 3"),
+        (Control([], row_edits=[(0, 0, 1)] * 4), "4 row_edits do not fit 3"),
+        (Control([], expert_edits=[(0, 0, 0, 1)] * 3), "3 expert_edits do not fit 2"),
+    ],
+    ids=["rows", "tokens", "block edits", "row edits", "expert edits"],
+)
+def test_what_a_section_does_not_hold_is_refused(control: Control, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(control, LAYOUT)
+
+
+@pytest.mark.parametrize("targets", [[5], [5, 6]], ids=["one", "two"])
+def test_targets_that_are_not_as_many_as_tokens_are_refused(targets: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"{len(targets)} targets for 3 tokens"):
+        pack_row(tokens=[1, 2, 3], targets=targets)
+
+
+def test_an_edit_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_edits have 3 values each, got 1"):
+        pack(Control([], block_edits=[(5,)]), LAYOUT)
+
+
+def test_an_array_of_another_bucket_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a control array of 82 words is needed, got \(81,\)"):
+        unpack(jnp.zeros(81, jnp.int32), LAYOUT)
+
+
+@given(
+    tokens=st.integers(1, 9),
+    rows=st.integers(1, 5),
+    blocks=st.integers(0, 4),
+    expert_edits=st.integers(0, 4),
+    layers=st.integers(1, 4),
+)
+@settings(max_examples=10)  # each is some programs
+def test_unpack_finds_every_word_once_and_where_the_layout_says(
+    tokens: int, rows: int, blocks: int, expert_edits: int, layers: int
+) -> None:
+    layout = Layout(
+        tokens=tokens, rows=rows, blocks=blocks, expert_edits=expert_edits, layers=layers
+    )
+    assert layout.size == (
+        16 + 2 * tokens + 16 * rows + blocks * (1 + layers) + blocks * 3 + expert_edits * 4
+    )
+    parts = unpack(jnp.arange(layout.size, dtype=jnp.int32), layout)
+    np.testing.assert_array_equal(
+        np.concatenate([part.reshape(-1) for part in parts.values()]), np.arange(layout.size)
+    )
+    assert {name: part.shape for name, part in parts.items()} == {
+        "header": (16,),
+        "tokens": (tokens,),
+        "targets": (tokens,),
+        "rows": (rows, 16),
+        "block_edits": (blocks, 1 + layers),
+        "row_edits": (blocks, 3),
+        "expert_edits": (expert_edits, 4),
+    }
+
+
+def test_unpack_gives_back_what_pack_was_given() -> None:
+    rows = [
+        RowControl(row=3, tokens=[7, 8], cached=0, sample=False, targets=[8, 9]),
+        RowControl(row=0, tokens=[-1], cached=17, sample=True, temperature=0.7),
+    ]
+    control = Control(rows, block_edits=[(2, 30, 31)], row_edits=[(3, 0, 2)])
+    parts = unpack(jnp.asarray(pack(control, LAYOUT)), LAYOUT)
+    assert parts["tokens"].tolist() == [7, 8, -1, 0]
+    assert parts["targets"].tolist() == [8, 9, -1, -1]
+    assert parts["rows"][:, :5].tolist() == [[3, 0, 2, 0, 0], [0, 2, 1, 17, 1]]
+    assert parts["block_edits"][0].tolist() == [2, 30, 31]
+    assert parts["row_edits"][0].tolist() == [3, 0, 2]

@@ -1,0 +1,232 @@
+"""Sizes of published shapes, and the page size that wastes least."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.arena import format
+from moejax.arena.geometry import (
+    PAGE_SIZES,
+    LinearShape,
+    choose_geometry,
+    kv_token_bytes,
+    linear_shapes,
+    make_geometry,
+    page_waste,
+)
+from moejax.config import (
+    Attention,
+    LayerKind,
+    Mlp,
+    ModelConfig,
+    Moe,
+    Rope,
+    Router,
+    Segment,
+)
+from moejax.errors import ConfigError
+
+
+def make_kind(*, kv_heads: int, experts: int | None, width: int, head_size: int = 128) -> LayerKind:
+    """A layer; without experts, `width` is that of a dense MLP."""
+    attention = Attention(
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        scale=1.0,
+        rope=Rope(theta=1e6),
+    )
+    if experts is None:
+        return LayerKind(attention=attention, feed_forward=Mlp(width=width))
+    router = Router(
+        num_experts=experts, experts_per_token=1, renormalize=True, float32_weights=True
+    )
+    return LayerKind(attention=attention, feed_forward=Moe(router=router, expert_width=width))
+
+
+def make_config(*segments: Segment, hidden: int) -> ModelConfig:
+    return ModelConfig(
+        family="shape",
+        vocab_size=1000,
+        hidden_size=hidden,
+        max_position_embeddings=4096,
+        norm_epsilon=1e-6,
+        tie_embeddings=False,
+        dtype="bfloat16",
+        segments=segments,
+    )
+
+
+def published(
+    layers: int, hidden: int, width: int, experts: int, kv_heads: int, head_size: int = 128
+) -> ModelConfig:
+    kind = make_kind(kv_heads=kv_heads, experts=experts, width=width, head_size=head_size)
+    return make_config(Segment(period=(kind,), repeats=layers), hidden=hidden)
+
+
+# Layers, hidden size, expert width, experts, KV heads.
+PUBLISHED = {
+    "Mixtral-8x7B": published(32, 4096, 14336, 8, 8),
+    "Mixtral-8x22B": published(56, 6144, 16384, 8, 8),
+    "Qwen1.5-MoE-A2.7B": published(24, 2048, 1408, 60, 16),
+    "Qwen2-57B-A14B": published(28, 3584, 2560, 64, 4),
+    "Qwen3-30B-A3B": published(48, 2048, 768, 128, 4),
+    "Qwen3-235B-A22B": published(94, 4096, 1536, 128, 4),
+    "OLMoE-1B-7B": published(16, 2048, 1024, 64, 16),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "gate_up", "down"),
+    [
+        ("Qwen1.5-MoE-A2.7B", 720_896, 360_448),
+        ("Mixtral-8x7B", 14_680_064, 7_340_032),
+        ("Qwen3-30B-A3B", 393_216, 196_608),
+    ],
+)
+def test_bytes_of_a_plane(name: str, gate_up: int, down: int) -> None:
+    shapes = linear_shapes(PUBLISHED[name])
+    assert tuple(shape.plane_bytes() for shape in shapes) == (gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes"),
+    [("Mixtral-8x7B", 352.3), ("Qwen1.5-MoE-A2.7B", 17.3), ("Qwen3-30B-A3B", 9.4)],
+)
+def test_bytes_of_a_dense_expert_are_those_of_its_parameters(name: str, megabytes: float) -> None:
+    total = sum(shape.dense_bytes("bfloat16") for shape in linear_shapes(PUBLISHED[name]))
+    assert total / 1e6 == pytest.approx(megabytes, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "block_size"),
+    [
+        ("Qwen1.5-MoE-A2.7B", 8192, 8),
+        ("Mixtral-8x7B", 4096, 16),
+        ("Qwen3-30B-A3B", 2048, 32),
+    ],
+)
+def test_bytes_of_a_token_in_one_layer(name: str, bfloat16: int, block_size: int) -> None:
+    config = PUBLISHED[name]
+    attention = config.layers[0].attention
+    assert kv_token_bytes(attention, "bfloat16") == bfloat16
+    assert kv_token_bytes(attention, "float32") == 2 * bfloat16
+    assert choose_geometry(config, "bfloat16").block_size == block_size
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_waste_at_most_4_percent(name: str) -> None:
+    geometry = choose_geometry(PUBLISHED[name], "bfloat16")
+    used = geometry.gate_up.dense_bytes("bfloat16") + geometry.down.dense_bytes("bfloat16")
+    taken = sum(geometry.dense_pages) * geometry.page_bytes
+    cache = geometry.block_size * geometry.token_bytes
+    assert 0.96 * taken <= used <= taken
+    assert 0.96 * geometry.page_bytes <= cache <= geometry.page_bytes
+
+
+# Rows and columns are padded to atoms, and to nothing more.
+
+
+def test_an_odd_shape_by_hand() -> None:
+    gate_up = LinearShape(parts=2, rows=65, columns=129)
+    assert gate_up.stored_rows == 256
+    assert gate_up.dense_bytes("bfloat16") == 256 * 68 * 4  # 65 words, padded to 68
+    assert gate_up.dense_bytes("float32") == 256 * 132 * 4
+    assert gate_up.plane_bytes() == 256 * 8 * 4  # 5 words, padded to 8
+    assert gate_up.table_bytes(3) == 256 * 8 * 2
+    assert LinearShape(parts=1, rows=65, columns=129).table_bytes(2) == 1024
+
+
+def test_gate_up_and_down_are_each_others_transposes() -> None:
+    gate_up, down = linear_shapes(PUBLISHED["Mixtral-8x7B"])
+    assert gate_up == LinearShape(parts=2, rows=14336, columns=4096)
+    assert down == LinearShape(parts=1, rows=4096, columns=14336)
+
+
+@given(parts=st.integers(1, 2), rows=st.integers(1, 300), columns=st.integers(1, 300))
+def test_sizes_are_whole_atoms_and_hold_the_values(parts: int, rows: int, columns: int) -> None:
+    shape = LinearShape(parts=parts, rows=rows, columns=columns)
+    sizes = [shape.dense_bytes("bfloat16"), shape.dense_bytes("float32"), shape.plane_bytes()]
+    sizes += [shape.table_bytes(bits) for bits in range(2, 9)]
+    assert all(size % format.ATOM_BYTES == 0 for size in sizes)
+    assert parts * rows * columns * 4 <= shape.dense_bytes("float32")
+    assert parts * rows * columns <= 8 * shape.plane_bytes()
+
+
+# Pages.
+
+
+def test_a_geometry_by_hand() -> None:
+    kind = make_kind(kv_heads=3, experts=5, width=40, head_size=16)
+    dense = make_kind(kv_heads=2, experts=None, width=100, head_size=16)
+    config = make_config(
+        Segment(period=(dense,), repeats=1), Segment(period=(kind,), repeats=2), hidden=96
+    )
+    geometry = make_geometry(config, "float32", 16384)
+    assert (geometry.num_layers, geometry.num_moe_layers, geometry.num_experts) == (3, 2, 5)
+    assert geometry.page_words == 4096
+    assert geometry.token_bytes == 2 * 3 * 16 * 4  # of the layer with more KV heads
+    assert geometry.token_words == 96
+    assert geometry.block_size == 40  # 42 would fit
+    assert geometry.dense_pages == (3, 2)  # 128 x 96 words are 3 pages; 128 x 40 are 1.25
+    assert geometry.expert_pages == 2 * 5 * 5
+    assert geometry.block_pages == 3
+
+
+@given(
+    hidden=st.integers(1, 320),
+    width=st.integers(1, 600),
+    kv_heads=st.integers(1, 8),
+    head_size=st.sampled_from([16, 64, 80, 128]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_the_page_size_wastes_least_and_a_block_is_a_multiple_of_8_tokens(
+    hidden: int, width: int, kv_heads: int, head_size: int, dtype: str
+) -> None:
+    config = published(2, hidden, width, 4, kv_heads, head_size)
+    waste = {size: page_waste(config, dtype, size) for size in PAGE_SIZES}
+    geometry = choose_geometry(config, dtype)
+    assert geometry.page_bytes in (16384, 32768, 65536)
+    assert waste[geometry.page_bytes] <= min(waste.values()) + 0.001
+    assert geometry.block_size > 0 and geometry.block_size % 8 == 0
+    left = geometry.page_bytes - geometry.block_size * geometry.token_bytes
+    assert 0 <= left < 8 * geometry.token_bytes
+    for shape, pages in zip((geometry.gate_up, geometry.down), geometry.dense_pages, strict=True):
+        assert (pages - 1) * geometry.page_bytes < shape.dense_bytes(dtype)
+        assert shape.dense_bytes(dtype) <= pages * geometry.page_bytes
+
+
+def test_the_larger_page_is_taken_where_two_waste_the_same() -> None:
+    config = PUBLISHED["Qwen2-57B-A14B"]
+    assert {page_waste(config, "bfloat16", size) for size in PAGE_SIZES} == {0.0}
+    assert choose_geometry(config, "bfloat16").page_bytes == 65536
+
+
+def test_a_smaller_page_is_taken_where_it_wastes_less() -> None:
+    # 48 and 24 KiB are 3 and 2 pages of 16 KiB, 2 and 1 of 32 KiB, one each of 64 KiB.
+    config = published(layers=1, hidden=64, width=192, experts=4, kv_heads=1)
+    gate_up, down = linear_shapes(config)
+    assert (gate_up.dense_bytes("bfloat16"), down.dense_bytes("bfloat16")) == (49152, 24576)
+    assert page_waste(config, "bfloat16", 16384) == pytest.approx(1 - 72 / 80)
+    assert page_waste(config, "bfloat16", 32768) == pytest.approx(1 - 72 / 96)
+    assert page_waste(config, "bfloat16", 65536) == pytest.approx(1 - 72 / 128)
+    assert choose_geometry(config, "bfloat16").page_bytes == 16384
+
+
+def test_the_waste_of_the_cache_is_not_hidden_by_that_of_the_experts() -> None:
+    # 5 KV heads of 128 in bfloat16 are 2560 bytes: 8 tokens leave a third of 32 KiB unused.
+    config = published(layers=1, hidden=2048, width=1024, experts=4, kv_heads=5)
+    assert page_waste(config, "bfloat16", 32768) == pytest.approx(1 - 8 * 2560 / 32768)
+    assert page_waste(config, "bfloat16", 65536) == pytest.approx(1 - 24 * 2560 / 65536)
+
+
+def test_a_page_that_holds_fewer_than_8_tokens_wastes_everything() -> None:
+    assert page_waste(PUBLISHED["Mixtral-8x7B"], "bfloat16", 16384) == 1.0
+
+
+def test_tokens_too_large_for_any_page_are_refused() -> None:
+    message = "a page of 65536 bytes holds fewer than 8 tokens of 16384 bytes"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        choose_geometry(published(1, 2048, 1024, 64, kv_heads=32), "bfloat16")

@@ -1,0 +1,167 @@
+"""moejax-convert as a user meets it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import moejax
+from converters import checkpoints
+from moejax_converters import convert as convert_module
+from moejax_converters.cli import main
+
+
+def test_converts(tmp_path, capsys):
+    model = checkpoints.write(tmp_path / "hf")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr() == ("", "")
+    checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
+
+
+def test_an_error_is_one_line_and_no_traceback(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"moejax-convert: {tmp_path}/nowhere: no such folder\n"
+
+
+def test_an_interrupt_says_that_nothing_was_written(tmp_path, capsys, monkeypatch):
+    checkpoints.write(tmp_path / "hf")
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_module, "_put_expert", interrupt)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "moejax-convert: interrupted, nothing was written\n"
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_inspect_shows_kinds_and_layers(tmp_path, capsys):
+    checkpoints.write(tmp_path / "hf", "qwen2_moe")
+    main([str(tmp_path / "hf"), str(tmp_path / "out")])
+    assert main(["--inspect", str(tmp_path / "out")]) == 0
+    assert (
+        capsys.readouterr().out
+        == """\
+qwen2_moe: 3 layers, hidden size 32, vocabulary 96, bfloat16
+2 layers with 4 experts of width 24 (11.26 kB each), 2 per token
+
+kind            dtype              bytes
+embeddings      bfloat16        12.29 kB
+norms           bfloat16           448 B
+attention       bfloat16        18.82 kB
+routers         bfloat16           512 B
+shared experts  bfloat16        21.63 kB
+dense MLPs      bfloat16        13.82 kB
+experts         bfloat16        90.11 kB
+all                            157.63 kB
+
+layers          feed-forward                  bytes each
+0               4 experts, shared 56            62.53 kB
+1               MLP of 72                       20.22 kB
+2               4 experts, shared 56            62.53 kB
+"""
+    )
+
+
+def test_inspect_refuses_what_is_not_converted(tmp_path, capsys):
+    assert main(["--inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"moejax-convert: {tmp_path} is not a moejax checkpoint: "
+        "moejax.json: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "SOURCE and TARGET are needed, or --inspect FOLDER"),
+        (["a"], "SOURCE and TARGET are needed, or --inspect FOLDER"),
+        (["--inspect", "a", "b"], "--inspect takes no SOURCE and TARGET"),
+    ],
+)
+def test_refuses_arguments_that_do_not_go_together(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_says_its_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"moejax-convert {moejax.__version__}\n"
+
+
+def test_help_needs_no_jax():
+    code = (
+        "import sys\n"
+        "from moejax_converters.cli import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "finally:\n"
+        "    assert not {'jax', 'numpy', 'orbax'} & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "SOURCE" in result.stdout
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.15])
+def test_an_interrupt_at_any_time_leaves_all_or_nothing(delay, tmp_path):
+    checkpoints.write(tmp_path / "hf", num_hidden_layers=12, num_local_experts=12)
+    code = "import sys; from moejax_converters.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "out")],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while len(os.listdir(tmp_path)) == 1 and process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    if process.returncode == 0:  # the conversion was faster
+        assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
+        return
+    assert errors == "moejax-convert: interrupted, nothing was written\n"
+    assert process.returncode == 130
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        # Files of experts pass 64 KiB, dense tensors pass 8 KiB.
+        (65536, r"cannot write .*/out: File too large"),
+        (8192, r"tensor 'segments\.0\.0\.attention\.q\.weight' in .*File too large.*"),
+    ],
+)
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(limit, message, tmp_path):
+    checkpoints.write(tmp_path / "hf", intermediate_size=160)
+    code = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "from moejax_converters.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-B", "-c", code, str(tmp_path / "hf"), str(tmp_path / "out")],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert re.fullmatch(f"moejax-convert: {message}\n", result.stderr), result.stderr
+    assert os.listdir(tmp_path) == ["hf"]

@@ -1,0 +1,117 @@
+"""Products, RMS norm and embedding: values in float64, and the places where they are rounded."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moejax.layers.linear import Embedding, Linear, RmsNorm, product, product_float32
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+# Products.
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=str)
+def test_a_product_is_with_the_transpose(leading: tuple[int, ...]) -> None:
+    x, w = normal(*leading, 50), normal(7, 50, seed=1)
+    wanted = x.astype(np.float64) @ w.T
+    np.testing.assert_allclose(product(jnp.asarray(x), jnp.asarray(w)), wanted, atol=1e-5)
+
+
+def test_bfloat16_products_are_summed_in_float32() -> None:
+    # In bfloat16, 1 + 2^-8 is 1: a sum in it would stay at 1.
+    x = jnp.ones((1, 257), jnp.bfloat16)
+    w = jnp.full((1, 257), 2.0**-8, jnp.bfloat16).at[0, 0].set(1)
+    assert product(x, w).dtype == jnp.bfloat16
+    assert product(x, w).tolist() == [[2.0]]
+    assert product_float32(x[:, :2], w[:, :2]).tolist() == [[1 + 2**-8]]
+
+
+def test_a_bias_is_added_before_rounding() -> None:
+    layer = Linear(2, 1, bias=True, dtype="bfloat16")
+    layer.weight[...] = jnp.array([[1.0, 2**-8]], jnp.bfloat16)
+    assert layer.bias is not None
+    layer.bias[...] = jnp.array([2**-8], jnp.bfloat16)
+    # 1 + 2^-8 would be rounded to 1, twice.
+    assert layer(jnp.ones((1, 2), jnp.bfloat16)).tolist() == [[1 + 2**-7]]
+
+
+def test_a_linear_is_a_product_and_a_bias() -> None:
+    layer = Linear(5, 3, bias=True, dtype="float32")
+    weight, bias, x = normal(3, 5), normal(3, seed=1), normal(4, 5, seed=2)
+    layer.weight[...] = jnp.asarray(weight)
+    assert layer.bias is not None
+    layer.bias[...] = jnp.asarray(bias)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), x @ weight.T + bias, atol=1e-5)
+
+
+def test_a_stack_leads_the_shapes_of_weights() -> None:
+    layer = Linear(5, 3, bias=True, stack=(4, 2), dtype="bfloat16")
+    assert layer.weight[...].shape == (4, 2, 3, 5)
+    assert layer.bias is not None and layer.bias[...].shape == (4, 2, 3)
+    assert RmsNorm(5, epsilon=1e-6, stack=(4,), dtype="bfloat16").weight[...].shape == (4, 5)
+    assert Linear(5, 3, dtype="float32").bias is None
+
+
+# RMS norm.
+
+
+def make_norm(weight: np.ndarray, epsilon: float) -> RmsNorm:
+    norm = RmsNorm(len(weight), epsilon=epsilon, dtype=weight.dtype.name)
+    norm.weight[...] = jnp.asarray(weight)
+    return norm
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-5, 0.5])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_a_norm_divides_by_the_root_of_the_mean_square(scale: float, epsilon: float) -> None:
+    x, weight = np.float32(scale) * normal(3, 40), normal(40, seed=1)
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+    found = make_norm(weight, epsilon)(jnp.asarray(x))
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
+
+
+def test_a_norm_by_hand() -> None:
+    # Mean square of 3, 4 and 0, 0 is 6.25, its root 2.5.
+    norm = make_norm(np.array([1, 10, 1, 1], np.float32), 1e-12)
+    found = norm(jnp.array([3.0, 4.0, 0.0, 0.0], jnp.float32))
+    np.testing.assert_allclose(found, [1.2, 16.0, 0, 0], rtol=1e-6)
+
+
+def test_bfloat16_is_rounded_before_the_weight_and_after() -> None:
+    x, weight = normal(20, 64).astype(BFLOAT16), normal(64, seed=1).astype(BFLOAT16)
+    wide = x.astype(np.float64)
+    unit = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6)
+    rounded_first = unit.astype(BFLOAT16) * weight
+    rounded_once = (unit * weight.astype(np.float64)).astype(BFLOAT16)
+    assert 100 < (rounded_first != rounded_once).sum()
+    found = np.asarray(jax.jit(make_norm(weight, 1e-6))(jnp.asarray(x)))
+    assert found.dtype == BFLOAT16
+    # float32 and float64 may round to different sides, though rarely.
+    assert (found != rounded_first).sum() <= 2
+
+
+# Embedding.
+
+
+def test_an_embedding_gives_the_rows_of_its_tokens() -> None:
+    embedding = Embedding(6, 3, dtype="bfloat16")
+    table = normal(6, 3).astype(BFLOAT16)
+    embedding.weight[...] = jnp.asarray(table)
+    found = embedding(jnp.array([5, 0, 5, 2], jnp.int32))
+    np.testing.assert_array_equal(np.asarray(found), table[[5, 0, 5, 2]])
+
+
+def test_a_token_outside_of_the_vocabulary_gives_no_nan() -> None:
+    # Padding may hold anything: a NaN would go through the whole model.
+    embedding = Embedding(6, 3, dtype="float32")
+    embedding.weight[...] = jnp.asarray(normal(6, 3))
+    assert np.isfinite(embedding(jnp.array([-1, 6, 2**31 - 1], jnp.int32))).all()
