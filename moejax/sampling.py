@@ -58,13 +58,14 @@ def _sample_random(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> In
         return jax.vmap(draw)(rows.seeds, rows.positions, scaled).astype(jnp.int32)
 
     # The branches return tokens, not logits: a conditional would copy what it passes through.
-    return lax.cond(
+    tokens: Int32[Array, " rows"] = lax.cond(
         wants_filters(rows),
         lambda scaled, rows: plain(filter_logits(scaled, rows), rows),
         plain,
         scaled,
         rows,
     )
+    return tokens
 
 
 def wants_filters(rows: SamplingRows) -> Bool[Array, ""]:

@@ -126,7 +126,7 @@ def decode_planes(
     for run in planes:
         words = np.ascontiguousarray(from_atoms(run, rows, plane_words(columns)))
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        codes = (codes << 1) | bits[:, :columns]
+        codes = np.left_shift(codes, 1, dtype=np.uint8) | bits[:, :columns]
     return codes
 
 

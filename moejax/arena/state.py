@@ -24,6 +24,9 @@ from moejax.arena.format import (
 )
 from moejax.arena.geometry import LinearShape
 
+# As an index it is beyond every array: such updates are dropped.
+_OUT_OF_RANGE = 2**31 - 1
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,8 @@ def write_tokens(
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     # XLA would fuse the write of a single token into later reads, and copy the arena for each.
-    return lax.optimization_barrier(written)
+    kept: UInt32[Array, "pages words"] = lax.optimization_barrier(written)
+    return kept
 
 
 def read_tokens(
@@ -153,7 +157,7 @@ def apply_edits(state: ArenaState, control: dict[str, Array]) -> ArenaState:
         """The edits, with those beyond the count pointing out of range."""
         edits = control[section]
         used = jnp.arange(edits.shape[0], dtype=jnp.int32) < header[count]
-        return jnp.where(used[:, None], edits, jnp.iinfo(jnp.int32).max)
+        return jnp.where(used[:, None], edits, _OUT_OF_RANGE)
 
     blocks = rows("block_edits", Header.BLOCK_EDITS)
     table = rows("row_edits", Header.ROW_EDITS)
@@ -171,15 +175,14 @@ def _apply_expert_edits(state: ArenaState, edits: Int32[Array, "edits 4"]) -> Ar
     kind, linear, slot, value = edits.T
     experts = state.widths.shape[2]
     layer, expert = linear // experts, linear % experts
-    out_of_range = jnp.iinfo(jnp.int32).max
 
     def pages(table: Array, which: int) -> Array:
-        at = jnp.where((kind == which) & (slot >= 0), layer, out_of_range)
+        at = jnp.where((kind == which) & (slot >= 0), layer, _OUT_OF_RANGE)
         return table.at[:, at, expert, slot].set(
             value[None], mode="drop", wrap_negative_indices=False
         )
 
-    at = jnp.where(slot == -1, layer, out_of_range)
+    at = jnp.where(slot == -1, layer, _OUT_OF_RANGE)
     widths = state.widths.at[:, at, expert, kind].set(
         value[None], mode="drop", wrap_negative_indices=False
     )

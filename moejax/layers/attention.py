@@ -1,6 +1,6 @@
 """Grouped-query attention: projections, and the plain computation over cached keys and values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ class AttentionLayer(nnx.Module):
     ) -> None:
         q_size = part.num_heads * part.head_size
         kv_size = part.num_kv_heads * part.head_size
-        options = {"stack": stack, "dtype": dtype}
+        options: Any = {"stack": stack, "dtype": dtype}
         self.part = part
         self.q = Linear(hidden_size, q_size, bias=part.qkv_bias, **options)
         self.k = Linear(hidden_size, kv_size, bias=part.qkv_bias, **options)

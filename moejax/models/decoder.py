@@ -159,7 +159,8 @@ def flatten_params(params: Params) -> dict[str, Any]:
 def unflatten_params(named: dict[str, Any], like: Params) -> Params:
     """The inverse of `flatten_params`, for the structure of `like`."""
     names = list(flatten_params(like))
-    return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in names])
+    params: Params = jax.tree.unflatten(jax.tree.structure(like), [named[n] for n in names])
+    return params
 
 
 def params_bytes(params: Params) -> int:

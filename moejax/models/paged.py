@@ -113,6 +113,8 @@ class PagedMemory:
 
     def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Paged:
         geometry = self.geometry
+        if layer.gate_up_pages is None or layer.down_pages is None:
+            raise AssertionError("a layer without experts asks for them")
         return Paged(
             carry,
             None if self.state.host is None else self.state.host[0],

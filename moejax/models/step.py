@@ -113,4 +113,4 @@ def _target_logprobs(
     hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, size, -1)
     padded = jnp.pad(targets, (0, pad), constant_values=-1).reshape(tiles, size)
     found = lax.map(lambda tile: logprobs_of(decoder.logits(tile[0]), tile[1]), (hidden, padded))
-    return jax.tree.map(lambda x: x.reshape(tiles * size, *x.shape[2:])[:tokens], found)
+    return Logprobs(*(x.reshape(tiles * size, *x.shape[2:])[:tokens] for x in found))

@@ -5,8 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from moejax.arena.format import DTYPES, decode_dense, split_halves
+from moejax.arena.geometry import linear_shapes
+from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig
 from moejax.layers.attention import Qkv, attend_rows, visible
 from moejax.layers.experts import Stacked
@@ -78,3 +82,23 @@ def forward(
     decoder = bind(config, dtype, params)
     hidden, _ = decoder(tokens.reshape(-1), WholeMemory(config, rows, length, stacked))
     return decoder.logits(hidden).reshape(rows, length, -1)
+
+
+def read_stacked(checkpoint: Checkpoint, dtype: str) -> dict[int, Stacked]:
+    """The experts of a checkpoint as ordinary arrays: layer number → its experts."""
+    config = checkpoint.config
+    gate_up, down = linear_shapes(config)
+    source = DTYPES[config.dtype]
+    found = {}
+    for layer in config.moe_layers:
+        runs = checkpoint.expert_runs(layer)
+        halves = [
+            split_halves(decode_dense(run, gate_up.stored_rows, gate_up.columns, source), gate_up.rows)
+            for run in runs["gate_up"]
+        ]
+        downs = [decode_dense(run, down.rows, down.columns, source) for run in runs["down"]]
+        found[layer] = Stacked(
+            jnp.asarray(np.stack([np.stack(pair) for pair in halves]), dtype),
+            jnp.asarray(np.stack(downs), dtype),
+        )
+    return found

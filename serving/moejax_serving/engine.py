@@ -1,6 +1,7 @@
 """The engine: takes requests, runs steps, gives back results. One thread calls it."""
 
 import dataclasses
+from typing import Any
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -29,7 +30,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    default_sampling: dict[str, float | int]
+    default_sampling: dict[str, Any]
     """What a request leaves out, from the checkpoint's generation settings."""
     tokenizer: Tokenizer | None
 
@@ -71,7 +72,7 @@ class Engine:
         return self.model.name
 
     @property
-    def default_sampling(self) -> dict[str, float | int]:
+    def default_sampling(self) -> dict[str, Any]:
         return self.model.default_sampling
 
     def add_request(
@@ -113,7 +114,7 @@ class Engine:
             forced_token_ids=tuple(forced_token_ids),
         )
         if self.tokenizer is not None and params.detokenize:
-            sequence.text = RunningText(self.tokenizer, params)
+            sequence.text = RunningText(self.tokenizer, params, ids)
         self._scheduler.add(sequence)
         self._sequences[request_id] = sequence
 
@@ -234,8 +235,8 @@ class Engine:
                 entries[other] = self._logprob(found.top_logprobs[at, rank], rank + 1, other)
         return entries
 
-    def _logprob(self, value: float, rank: int, token: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([token], False)
+    def _logprob(self, value: Any, rank: Any, token: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.token_text(token)
         return Logprob(logprob=float(value), rank=int(rank), decoded_token=text)
 
 
@@ -245,7 +246,7 @@ def make_output(sequence: Sequence, finish: Finish) -> RequestOutput:
     wanted = params.logprobs is not None or bool(sequence.forced_token_ids)
     completion = CompletionOutput(
         index=0,
-        text=sequence.text.final(finish) if sequence.text is not None else "",
+        text=sequence.text.final() if sequence.text is not None else "",
         token_ids=list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if wanted else None,
         logprobs=list(sequence.logprobs) if wanted else None,

@@ -37,11 +37,15 @@ class PagePool:
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Frees pages. Raises if one of them is not owned."""
+        """Frees pages. Raises, and frees none, if one of them is not owned."""
+        given: list[int] = []
         for page in pages:
-            if self._owner.pop(page, None) is None:
+            if page not in self._owner or page in given:
                 raise ValueError(f"page {page} is not owned")
-            self._free.append(page)
+            given.append(page)
+        for page in given:
+            del self._owner[page]
+        self._free.extend(given)
 
     def check(self) -> None:
         """Raises if a page is lost, owned and free at once, or free twice."""
@@ -91,8 +95,9 @@ class BlockPool:
 
     def give_back(self, block: KvBlock) -> None:
         """Frees a block and its pages. Raises if it is not held."""
-        if self._held.pop(block.number, None) is not block:
+        if self._held.get(block.number) is not block:
             raise ValueError(f"kv_block {block.number} is not held")
+        del self._held[block.number]
         self._pages.give_back(block.pages)
         self._free.append(block.number)
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moejax_serving.outputs import Logprob
 from moejax_serving.pages import KvBlock
 from moejax_serving.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from moejax_serving.stopping import RunningText
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,7 +34,7 @@ class Sequence:
     blocks: list[KvBlock] = dataclasses.field(default_factory=list)
     num_cached: int = 0
     """Tokens whose KV is in the cache, from the start."""
-    text: Any = None
+    text: "RunningText | None" = None
     """Its running detokenisation, where there is a tokenizer."""
 
     @property

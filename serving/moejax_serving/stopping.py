@@ -1,11 +1,12 @@
 """When a sequence ends, and the text that it has made so far."""
 
 import dataclasses
+from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
 from moejax_serving.sampling_params import SamplingParams
 from moejax_serving.sequence import Sequence
-from moejax_serving.tokenizer import Detokenizer, Tokenizer
+from moejax_serving.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,50 +20,49 @@ class Finish:
 class RunningText:
     """The text of a growing output; finds stop strings that reach over token borders."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._params = params
-        self._stream: Detokenizer = tokenizer.detokenizer(params.skip_special_tokens)
-        self._ids: list[int] = []
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: SequenceOf[int]
+    ) -> None:
+        self._stream = tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids)
+        self._stops = params.stop_strings
+        self._keep_stop = params.include_stop_str_in_output
+        self._longest = max(map(len, self._stops), default=0)
         self._text = ""
         self._end: int | None = None
 
     def push(self, token: int) -> str | None:
         """Adds a token; returns the stop string that the text now holds, if it does."""
-        self._ids.append(token)
-        longest = max(map(len, self._params.stop_strings), default=0)
-        start = max(0, len(self._text) - longest + 1)
-        self._text += self._stream.push(token)
-        found = [
-            (at, stop)
-            for stop in self._params.stop_strings
-            if (at := self._text.find(stop, start)) >= 0
-        ]
+        return self._add(self._stream.push(token))
+
+    def _add(self, text: str) -> str | None:
+        # A stop string that is new ends in the new text.
+        start = max(0, len(self._text) - self._longest + 1)
+        self._text += text
+        found = [(self._text.find(stop, start), stop) for stop in self._stops]
+        found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             return None
         at, stop = min(found)
-        self._end = at + len(stop) * self._params.include_stop_str_in_output
+        self._end = at + len(stop) * self._keep_stop
         return stop
 
-    def final(self, finish: Finish) -> str:
-        """The whole text: without the stop token, cut at the stop string."""
-        if self._end is not None:
-            return self._text[: self._end]
-        ids = self._ids
-        by_token = finish.reason == "stop"
-        if by_token and not self._params.include_stop_str_in_output:
-            ids = ids[:-1]
-        return self._tokenizer.decode(ids, self._params.skip_special_tokens)
+    def final(self) -> str:
+        """The whole text, cut at the stop string if there is one."""
+        if self._end is None:
+            self._text += self._stream.finish()
+        return self._text[: self._end]
 
 
 def find_finish(sequence: Sequence, token: int, eos_token_ids: tuple[int, ...]) -> Finish | None:
-    """Whether a sequence ends with this token, its newest."""
-    params = sequence.params
-    stop = sequence.text.push(token) if sequence.text is not None else None
-    if not params.ignore_eos and token in eos_token_ids:
-        return Finish("stop", None)
-    if token in params.stop_ids:
-        return Finish("stop", token)
+    """Whether a sequence ends with this token, its newest. Its text does not hold a stop token."""
+    params, text = sequence.params, sequence.text
+    is_eos = not params.ignore_eos and token in eos_token_ids
+    is_stop = is_eos or token in params.stop_ids
+    stop = None
+    if text is not None and (not is_stop or params.include_stop_str_in_output):
+        stop = text.push(token)
+    if is_stop:
+        return Finish("stop", None if is_eos else token)
     if stop is not None:
         return Finish("stop", stop)
     if len(sequence.output_token_ids) >= sequence.max_tokens:

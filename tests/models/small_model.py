@@ -1,4 +1,4 @@
-"""A random model of five small layers of three kinds, and an arena that runs it step by step."""
+"""Random models of small layers of three kinds, and an arena that runs them step by step."""
 
 import dataclasses
 from functools import cache, partial
@@ -35,9 +35,13 @@ HIDDEN, EXPERTS, WIDTH = 24, 5, 9
 PAGE_BYTES = 1024
 LENGTH = 80
 TABLE_ROWS = 6
+# A dense segment, then one of period two.
+ALL_LAYERS = "abcbc"
 
 
-def make_config() -> ModelConfig:
+def make_config(layers: str) -> ModelConfig:
+    """A model of these layers: a is dense, b and c have experts; all attend in other ways."""
+
     def attention(**options: Any) -> Attention:
         shape = {"num_heads": 4, "head_size": 6, "scale": 0.4}
         return Attention(**shape, rope=Rope(theta=100.0), **options)
@@ -51,15 +55,15 @@ def make_config() -> ModelConfig:
         )
         return Moe(router=router, expert_width=WIDTH, shared=shared)
 
-    dense = LayerKind(
+    a = LayerKind(
         attention=attention(num_kv_heads=2, qkv_bias=True, output_bias=True, window=5),
         feed_forward=Mlp(width=14),
     )
-    first = LayerKind(
+    b = LayerKind(
         attention=attention(num_kv_heads=1, qk_norm="head"),
         feed_forward=moe(2, renormalize=True, shared=SharedExpert(width=10, gated=True)),
     )
-    second = LayerKind(
+    c = LayerKind(
         attention=attention(num_kv_heads=2, qk_norm="projection", qkv_clip=2.0, window=11),
         feed_forward=moe(3, renormalize=False, shared=None),
     )
@@ -71,7 +75,7 @@ def make_config() -> ModelConfig:
         norm_epsilon=1e-6,
         tie_embeddings=False,
         dtype="float32",
-        segments=segments_of([dense, first, second, first, second]),
+        segments=segments_of([{"a": a, "b": b, "c": c}[letter] for letter in layers]),
     )
 
 
@@ -89,9 +93,9 @@ class Model(NamedTuple):
 
 
 @cache
-def make_model(dtype: str = "float32") -> Model:
-    """Normal weights that keep the size of what passes; the same for every dtype, but rounded."""
-    config = make_config()
+def make_model(layers: str = ALL_LAYERS, dtype: str = "float32") -> Model:
+    """Normal weights that keep the size of what passes."""
+    config = make_config(layers)
     rng = np.random.default_rng(0)
 
     def normal(shape: tuple[int, ...]) -> jax.Array:
@@ -127,24 +131,23 @@ def whole_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
 # Steps over an arena.
 
 
-def make_layout(tokens: int, rows: int) -> Layout:
-    return Layout(
-        tokens=tokens,
-        rows=rows,
-        blocks=rows + tokens // 8,
-        expert_edits=0,
-        layers=len(make_config().layers),
-    )
+def prefill_bucket(layers: str = ALL_LAYERS) -> Bucket:
+    layout = Layout(tokens=LENGTH, rows=3, blocks=13, expert_edits=0, layers=len(layers))
+    return Bucket(layout=layout, max_query=LENGTH, with_targets=True)
 
 
-PREFILL = Bucket(layout=make_layout(LENGTH, 3), max_query=LENGTH, with_targets=True)
-DECODE = Bucket(layout=make_layout(4, 4), max_query=1, with_targets=False)
+def decode_bucket(layers: str = ALL_LAYERS) -> Bucket:
+    layout = Layout(tokens=4, rows=4, blocks=4, expert_edits=0, layers=len(layers))
+    return Bucket(layout=layout, max_query=1, with_targets=False)
+
+
+PREFILL, DECODE = prefill_bucket(), decode_bucket()
 
 
 @cache
-def program(bucket: Bucket, dtype: str) -> Any:
+def program(bucket: Bucket, layers: str, dtype: str) -> Any:
     """A jitted step; the state is donated, as the engine does."""
-    model = make_model(dtype)
+    model = make_model(layers, dtype)
     return jax.jit(
         partial(step, config=model.config, geometry=model.geometry, bucket=bucket),
         donate_argnums=1,
@@ -158,8 +161,9 @@ class Arena:
     Pages and kv_blocks are handed out in a random order of the seed.
     """
 
-    def __init__(self, dtype: str = "float32", *, seed: int = 0) -> None:
-        self.model = make_model(dtype)
+    def __init__(self, layers: str = ALL_LAYERS, dtype: str = "float32", *, seed: int = 0) -> None:
+        self.layers = layers
+        self.model = make_model(layers, dtype)
         geometry = self.model.geometry
         self.block_size = geometry.block_size
         max_blocks = 1 + TABLE_ROWS * (LENGTH // self.block_size)
@@ -212,7 +216,7 @@ class Arena:
         return self.run_array(pack(self.control(rows), bucket.layout), bucket)
 
     def run_array(self, array: np.ndarray, bucket: Bucket) -> StepOutput:
-        run = program(bucket, self.model.dtype)
+        run = program(bucket, self.layers, self.model.dtype)
         self.state, output = run(self.model.params, self.state, jnp.asarray(array))
         found: StepOutput = jax.device_get(output)
         return found
