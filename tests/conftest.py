@@ -8,6 +8,7 @@ given to that compilation alone (see aot.py).
 import os
 import pathlib
 import shutil
+import tempfile
 
 # XLA's collectives on simulated devices wait for each other: two threads are too few for four.
 os.environ.setdefault("NPROC", "16")
@@ -22,6 +23,12 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Models that differ in their weights only share their programs: compiled once per run of the tests.
+_cache = tempfile.TemporaryDirectory(prefix="moejax-tests-")
+jax.config.update("jax_compilation_cache_dir", _cache.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # An example that compiles takes seconds, the next one of that shape none.
 hypothesis.settings.register_profile("moejax", deadline=None)

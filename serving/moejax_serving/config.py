@@ -1,17 +1,18 @@
 """Settings of the engine, checked once."""
 
 import dataclasses
-from typing import Literal
+from typing import no_type_check
 
 from moejax.errors import ConfigError
 
 
+@no_type_check  # The values come from callers: __post_init__ checks them, and says which is wrong.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What the engine may use, and how much it takes on at once."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, activations and KV cache; auto: that of the checkpoint."""
+    dtype: str = "auto"
+    """float32 or bfloat16, of weights, activations and KV cache; auto: that of the checkpoint."""
     memory_budget: int | None = None
     """Bytes of device memory for everything. None: 90 % of a GPU; on a CPU the model plus 1 GiB."""
     max_model_len: int | None = None
@@ -30,9 +31,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "memory_budget"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _check_int(name, getattr(self, name), 1)
+        for name in ("max_model_len", "memory_budget"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
+        _check_int("seed", self.seed, 0)
+        for name in ("skip_tokenizer_init", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")

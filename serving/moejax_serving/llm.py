@@ -53,7 +53,7 @@ class LLM:
     ) -> None:
         budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
         config = EngineConfig(
-            dtype=dtype,  # type: ignore[arg-type]  # checked by EngineConfig
+            dtype=dtype,
             memory_budget=budget,
             skip_tokenizer_init=skip_tokenizer_init,
             **options,

@@ -38,11 +38,11 @@ class PagePool:
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Frees pages. Raises, and frees none, if one of them is not owned."""
-        given: list[int] = []
+        given: dict[int, Owner] = {}
         for page in pages:
             if page not in self._owner or page in given:
                 raise ValueError(f"page {page} is not owned")
-            given.append(page)
+            given[page] = self._owner[page]
         for page in given:
             del self._owner[page]
         self._free.extend(given)

@@ -1,0 +1,114 @@
+"""Greedy tokens of a model on this device against those that another device gave.
+
+    python benchmarks/device_tokens.py MODEL --text TEXT --record tokens.json    # on a CPU
+    python benchmarks/device_tokens.py MODEL --compare tokens.json               # on a GPU
+
+Float32. Two devices agree if the tokens are the same or, where they part, both tokens are among the
+two likeliest of either device and less than 1e-4 apart: sums are rounded in another order. `--compare`
+appends a line to benchmarks/results/device_tokens.jsonl and fails if a sequence disagrees.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+from moejax_serving import LLM, SamplingParams
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "device_tokens.jsonl"
+GAP = 1e-4
+NEW_TOKENS = 48
+
+
+def prompts_of(llm: LLM, text: str) -> list[list[int]]:
+    """Prompts of several lengths: shorter and longer than a block, a chunk, a bucket."""
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    lengths = [1, 7, 31, 32, 33, 64, 100, 200, 311, 400, 512, 600]
+    return [ids[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[dict[str, Any]]]:
+    """For each prompt, per new token: its id and the two likeliest tokens with their logprobs."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    found = []
+    for output in outputs:
+        completion = output.outputs[0]
+        steps = zip(completion.token_ids, completion.logprobs or [], strict=True)
+        found.append(
+            [
+                {"token": token, "top": [[other, e.logprob] for other, e in entries.items()]}
+                for token, entries in steps
+            ]
+        )
+    return found
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[str, float]:
+    """("equal" | "tie" | "different", largest difference of the logprobs up to there)."""
+    worst = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        a, b = dict(map(tuple, mine["top"])), dict(map(tuple, other["top"]))
+        worst = max([worst, *(abs(a[t] - b[t]) for t in a.keys() & b.keys())])
+        if mine["token"] != other["token"]:
+            both = {mine["token"], other["token"]}
+            close = all(
+                both <= top.keys() and max(top.values()) - min(top.values()) < GAP for top in (a, b)
+            )
+            return ("tie" if close else "different"), worst
+    return "equal", worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--text", type=pathlib.Path)
+    parser.add_argument("--record", type=pathlib.Path)
+    parser.add_argument("--compare", type=pathlib.Path)
+    parser.add_argument("--memory-budget", default="3GiB")
+    parser.add_argument("--commit", help="default: that of the checkout")
+    args = parser.parse_args()
+
+    llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget)
+    if args.record:
+        prompts = prompts_of(llm, args.text.read_text(encoding="utf-8"))
+        record = {"prompts": prompts, "steps": generate(llm, prompts)}
+        args.record.write_text(json.dumps(record))
+        return 0
+    record = json.loads(args.compare.read_text())
+    found = generate(llm, record["prompts"])
+    verdicts = [compare(a, b) for a, b in zip(found, record["steps"], strict=True)]
+    names = [name for name, _ in verdicts]
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "commit": args.commit or commit(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": args.model.name,
+        "sequences": len(names),
+        "tokens": len(names) * NEW_TOKENS,
+        "equal": names.count("equal"),
+        "tie": names.count("tie"),
+        "different": names.count("different"),
+        "largest_logprob_difference": max(worst for _, worst in verdicts),
+    }
+    print(json.dumps(row))
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return 1 if row["different"] else 0
+
+
+def commit() -> str:
+    """The checkout's commit, or "unknown" outside of one."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

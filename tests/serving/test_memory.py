@@ -1,0 +1,205 @@
+"""The memory plan: what is spent stays within the budget, or is refused with the numbers."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.arena.control import Layout
+from moejax.arena.geometry import Geometry, make_geometry
+from moejax.config import (
+    Attention,
+    LayerKind,
+    Mlp,
+    ModelConfig,
+    Moe,
+    Rope,
+    Router,
+    Segment,
+    SharedExpert,
+)
+from moejax.errors import CapacityError
+from moejax.models.step import Bucket
+from moejax_serving.memory import MemoryPlan, human, plan_memory, workspace_bytes
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+ATTENTION = Attention(
+    num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, rope=Rope(theta=10000.0)
+)
+ROUTER = Router(num_experts=4, experts_per_token=2, renormalize=True, float32_weights=True)
+SHARED = SharedExpert(width=256, gated=True)
+DENSE = LayerKind(attention=ATTENTION, feed_forward=Mlp(width=96))
+MOE = LayerKind(
+    attention=ATTENTION, feed_forward=Moe(router=ROUTER, expert_width=64, shared=SHARED)
+)
+CONFIG = ModelConfig(
+    family="family",
+    vocab_size=1000,
+    hidden_size=64,
+    max_position_embeddings=256,
+    norm_epsilon=1e-6,
+    tie_embeddings=False,
+    dtype="float32",
+    segments=(Segment(period=(DENSE,), repeats=1), Segment(period=(MOE,), repeats=2)),
+)
+# An expert: gate_up 128 x 64 words, two pages; down 64 x 64 words, one. 2 layers x 4 experts x 3.
+GEOMETRY = make_geometry(CONFIG, "float32", 16 * KIB)
+EXPERTS = 24 * 16 * KIB
+BLOCK = 3 * 16 * KIB  # a page in each layer
+STAGING = 16 * MIB
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    arguments = {"budget": None, "device_bytes": None, "dense": 5 * MIB, "workspace": 3 * MIB}
+    return plan_memory(CONFIG, GEOMETRY, **(arguments | changes))
+
+
+def test_the_geometry_is_the_one_of_the_examples() -> None:
+    assert GEOMETRY.expert_pages * GEOMETRY.page_bytes == EXPERTS
+    assert GEOMETRY.block_pages * GEOMETRY.page_bytes == BLOCK
+    assert GEOMETRY.block_size == 64  # 16 KiB of 256 bytes
+
+
+# Plans by hand.
+
+
+def test_what_the_fixed_parts_leave_is_kv() -> None:
+    fixed = 5 * MIB + 3 * MIB + STAGING
+    room = 10 * BLOCK + 1  # and a byte that no block uses
+    found = plan(budget=fixed + EXPERTS + 16 * KIB + room)
+    assert (found.dense, found.workspace, found.staging) == (5 * MIB, 3 * MIB, STAGING)
+    assert (found.experts, found.kv) == (EXPERTS, 10 * BLOCK)
+    assert found.num_blocks == 10
+    assert found.num_pages == 1 + 24 + 30
+    assert found.block_size == 64
+    assert found.kv_tokens == 640
+
+
+def test_a_cpu_gets_the_model_and_1_gib() -> None:
+    found = plan()
+    assert found.budget == 5 * MIB + 3 * MIB + STAGING + EXPERTS + GIB
+    assert GIB - BLOCK - 16 * KIB < found.kv <= GIB - 16 * KIB
+
+
+def test_a_gpu_gives_90_percent_and_keeps_scratch_memory_for_its_libraries() -> None:
+    found = plan(device_bytes=10 * GIB)
+    assert found.budget == 9 * GIB
+    assert found.workspace == 3 * MIB + 64 * MIB
+    fixed = found.dense + found.workspace + found.staging + found.experts
+    assert found.num_blocks == (9 * GIB - fixed - 16 * KIB) // BLOCK
+
+
+def test_a_budget_that_is_set_is_kept_on_a_gpu() -> None:
+    assert plan(device_bytes=10 * GIB, budget=2 * GIB).budget == 2 * GIB
+
+
+# Refusals.
+
+SMALLEST = 5 * MIB + 3 * MIB + STAGING + EXPERTS + 16 * KIB + BLOCK
+
+
+def test_one_block_is_enough() -> None:
+    found = plan(budget=SMALLEST)
+    assert found.num_blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"), [(SMALLEST - 1, "24.44 MiB"), (1, "1 B"), (20 * MIB, "20.00 MiB")]
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(budget: int, text: str) -> None:
+    message = (
+        "family in float32 needs at least 24.44 MiB (experts 384.00 KiB, dense weights 5.00 MiB, "
+        "workspace 3.00 MiB, staging 16.00 MiB, one KV block 48.00 KiB); "
+        f"the memory budget is {text}"
+    )
+    with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
+        plan(budget=budget)
+
+
+# Any budget.
+
+
+@given(
+    budget=st.integers(1, 4 * GIB),
+    dense=st.integers(0, GIB),
+    workspace=st.integers(0, GIB),
+    on_gpu=st.booleans(),
+)
+def test_a_plan_stays_within_its_budget_and_wastes_less_than_a_block(
+    budget: int, dense: int, workspace: int, on_gpu: bool
+) -> None:
+    arguments = {"dense": dense, "workspace": workspace, "device_bytes": GIB if on_gpu else None}
+    library = 64 * MIB if on_gpu else 0
+    needed = dense + workspace + library + STAGING + EXPERTS + 16 * KIB + BLOCK
+    if budget < needed:
+        with pytest.raises(CapacityError, match=f"needs at least {re.escape(human(needed))}"):
+            plan(budget=budget, **arguments)
+        return
+    found = plan(budget=budget, **arguments)
+    poison = GEOMETRY.page_bytes
+    spent = found.dense + found.experts + found.kv + found.workspace + found.staging + poison
+    assert budget - BLOCK < spent <= budget
+    assert found.num_pages * GEOMETRY.page_bytes == found.experts + found.kv + poison
+    assert found.kv == found.num_blocks * BLOCK
+    assert found.kv_tokens == found.num_blocks * GEOMETRY.block_size
+
+
+# The workspace.
+
+
+def make_bucket(tokens: int, rows: int, *, max_query: int, with_targets: bool = False) -> Bucket:
+    layout = Layout(tokens=tokens, rows=rows, blocks=rows, expert_edits=0, layers=3)
+    return Bucket(layout=layout, max_query=max_query, with_targets=with_targets)
+
+
+def workspace(bucket: Bucket, blocks_per_row: int = 4, geometry: Geometry = GEOMETRY) -> int:
+    return workspace_bytes(CONFIG, geometry, bucket, blocks_per_row)
+
+
+def test_a_workspace_holds_an_expert_the_cache_of_its_rows_and_logits() -> None:
+    decode = make_bucket(16, 16, max_query=1)
+    expert, cache, logits = 3 * 16 * KIB, 16 * 4 * 16 * KIB, 16 * 1000 * 4
+    assert workspace(decode) >= expert + cache + logits
+    prefill = make_bucket(512, 8, max_query=512)
+    assert workspace(prefill) >= expert + 4 * 16 * KIB + 8 * 1000 * 4
+
+
+def test_a_workspace_grows_with_what_the_step_holds() -> None:
+    one, many = make_bucket(1, 1, max_query=1), make_bucket(16, 16, max_query=1)
+    assert workspace(one) < workspace(many) < workspace(many, blocks_per_row=40)
+    plain = make_bucket(128, 8, max_query=128)
+    targets = make_bucket(128, 8, max_query=128, with_targets=True)
+    # Logits of 64 places at once, whatever the number of tokens.
+    assert workspace(targets) - workspace(plain) == 6 * 64 * 1000 * 4
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (MIB, "1.00 MiB"),
+        (3 * GIB // 2, "1.50 GiB"),
+        (5 << 40, "5.00 TiB"),
+        (5000 << 40, "5000.00 TiB"),
+    ],
+)
+def test_sizes_are_written_for_people(size: int, text: str) -> None:
+    assert human(size) == text
+
+
+def test_a_plan_says_what_it_spends() -> None:
+    found = plan(budget=SMALLEST)
+    assert found.lines() == [
+        "memory budget 24.44 MiB: dense 5.00 MiB, experts 384.00 KiB, kv 48.00 KiB, "
+        "workspace 3.00 MiB, staging 16.00 MiB",
+        "KV cache: 64 tokens in 1 blocks of 64",
+    ]
