@@ -95,8 +95,11 @@ def main() -> int:
         "tie": names.count("tie"),
         "different": names.count("different"),
         "largest_logprob_difference": max(worst for _, worst in verdicts),
+        "memory_budget": llm.engine.memory.budget,
+        "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
     print(json.dumps(row))
+    RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return 1 if row["different"] else 0

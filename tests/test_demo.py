@@ -66,7 +66,9 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(llm):
                          SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]  # fmt: skip
     ranks = [
         entry[token].rank
-        for token, entry in zip(whole.prompt_token_ids[40:], whole.prompt_logprobs[40:], strict=True)
+        for token, entry in zip(
+            whole.prompt_token_ids[40:], whole.prompt_logprobs[40:], strict=True
+        )
     ]
     assert ranks == [1] * 23
     assert whole.outputs[0].token_ids[0] == alone.outputs[0].token_ids[-1]
@@ -187,13 +189,17 @@ def test_the_plan_adds_up_to_the_budget(llm):
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
-    with pytest.raises(CapacityError, match=r"needs at least .*\(experts .*, one KV block .* budget is 10.00 MiB"):
+    with pytest.raises(
+        CapacityError, match=r"needs at least .*\(experts .*, one KV block .* budget is 10.00 MiB"
+    ):
         LLM(memory_budget=10 << 20)
 
 
 def test_a_context_that_does_not_fit_is_refused_only_if_it_was_asked_for():
     small = {"memory_budget": "56MiB", "max_num_seqs": 1, "max_num_batched_tokens": 32}
-    with pytest.raises(CapacityError, match=r"max_model_len 1024 does not fit: .* holds \d+ tokens"):
+    with pytest.raises(
+        CapacityError, match=r"max_model_len 1024 does not fit: .* holds \d+ tokens"
+    ):
         LLM(dtype="float32", max_model_len=1024, **small)
     llm = LLM(dtype="float32", **small)
     assert 32 <= llm.engine.max_model_len == llm.engine.memory.kv_tokens < 1024
@@ -202,7 +208,9 @@ def test_a_context_that_does_not_fit_is_refused_only_if_it_was_asked_for():
 def test_wrong_settings_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="dtype must be"):
         LLM(dtype="float16")
-    with pytest.raises(ConfigError, match="max_num_seqs must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        ConfigError, match="max_num_seqs must be a whole number of at least 1, got 0"
+    ):
         LLM(max_num_seqs=0)
     with pytest.raises(ConfigError, match="more than the model's 1024 positions"):
         LLM(max_model_len=4096)

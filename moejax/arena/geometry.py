@@ -91,8 +91,9 @@ class Geometry:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a kv_block, that is, of a page."""
-        return self.page_bytes // self.token_bytes // TOKEN_STEP * TOKEN_STEP
+        """Tokens of a kv_block, that is, of a page: as many as fit, in eights if eight fit."""
+        tokens = self.page_bytes // self.token_bytes
+        return tokens // TOKEN_STEP * TOKEN_STEP if tokens >= TOKEN_STEP else tokens
 
     @property
     def dense_pages(self) -> tuple[int, int]:
@@ -149,7 +150,6 @@ def choose_geometry(config: ModelConfig, dtype: str) -> Geometry:
     if waste[best] >= 1:
         token_bytes = make_geometry(config, dtype, best).token_bytes
         raise ConfigError(
-            f"a page of {max(PAGE_SIZES)} bytes holds fewer than {TOKEN_STEP} tokens "
-            f"of {token_bytes} bytes"
+            f"a token needs {token_bytes} bytes of KV in each layer, a page has {max(PAGE_SIZES)}"
         )
     return make_geometry(config, dtype, best)

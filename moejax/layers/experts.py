@@ -101,6 +101,8 @@ class Tiles(NamedTuple):
     start: Int32[Array, " tiles"]
     """First place of the tile; the number of slots where the tile is empty."""
     used: Bool[Array, " tiles"]
+    end: Int32[Array, " tiles"]
+    """The place after the last one of the tile's expert."""
 
 
 def make_tiles(
@@ -121,7 +123,8 @@ def make_tiles(
     owner = jnp.where(used, owner, 0)
     within = number - (tile_ends - group_tiles)[owner]
     start = jnp.where(used, group_starts[owner] + within * size, slots)
-    return Tiles(order, owner, start, used)
+    end = jnp.where(used, (group_starts + group_sizes)[owner], slots)
+    return Tiles(order, owner, start, used, end)
 
 
 def run_experts(
@@ -139,24 +142,25 @@ def run_experts(
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
     tiles = make_tiles(topk_ids, valid, experts.num_experts, size)
-    # Padding, so that a tile may reach beyond the last slot.
-    token_of = jnp.concatenate([tiles.order // k, jnp.zeros(size, jnp.int32)])
+    place = jnp.arange(size, dtype=jnp.int32)
 
     def compute(expert: Int32[Array, ""], rows: Float[Array, "m hidden"]) -> Array:
         gate, up, down = experts.weights(expert)
         return product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
 
     def body(
-        sums: Float[Array, "places hidden"], tile: tuple[Array, Array, Array]
+        places: Float[Array, "places hidden"], tile: tuple[Array, Array, Array, Array]
     ) -> tuple[Array, None]:
-        expert, start, used = tile
-        rows = x[lax.dynamic_slice_in_dim(token_of, start, size)]
-        y = lax.cond(used, compute, lambda _, rows: jnp.zeros_like(rows), expert, rows)
-        # Rows beyond the group's end are overwritten by the tile of the next group.
-        return lax.dynamic_update_slice_in_dim(sums, y, start, axis=0), None
+        expert, start, used, end = tile
+        rows = lax.dynamic_slice_in_dim(places, start, size)
+        y = lax.cond(used, compute, lambda _, rows: rows, expert, rows)
+        # Rows beyond the group's end are the input of the next group.
+        y = jnp.where((start + place < end)[:, None], y, rows)
+        return lax.dynamic_update_slice_in_dim(places, y, start, axis=0), None
 
-    places = jnp.zeros((tokens * k + size, x.shape[1]), x.dtype)
-    places, _ = lax.scan(body, places, (tiles.expert, tiles.start, tiles.used))
+    # Outputs take the places of their inputs; padding, since a tile may reach beyond the last slot.
+    places = x[jnp.pad(tiles.order // k, (0, size))]
+    places, _ = lax.scan(body, places, (tiles.expert, tiles.start, tiles.used, tiles.end))
     place_of = (
         jnp.zeros(tokens * k, jnp.int32)
         .at[tiles.order]

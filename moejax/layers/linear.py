@@ -19,6 +19,10 @@ def product(x: Float[Array, "*n k"], w: Float[Array, "m k"]) -> Float[Array, "*n
 
 def product_float32(x: Float[Array, "*n k"], w: Float[Array, "m k"]) -> Float[Array, "*n m"]:
     """x times the transpose of w, in float32."""
+    if x.size == x.shape[-1] and x.dtype != jnp.float32:
+        # XLA multiplies a single row outside of the matrix units, and widens all of w for that.
+        twice = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1]))
+        return product_float32(twice, w)[:1].reshape(*x.shape[:-1], -1)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(
         x, w, contract, precision=precision_of(x), preferred_element_type=jnp.float32

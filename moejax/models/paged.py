@@ -197,25 +197,27 @@ class PagedMemory:
         tokens, size = len(batch.tokens), min(QUERY_TILE, self.max_query)
         per_row = -(-self.max_query // size)
         place = jnp.arange(size, dtype=jnp.int32)
+        number = jnp.arange(len(batch.starts) * per_row, dtype=jnp.int32)
+        row, first = number // per_row, number % per_row * size
+        at = batch.starts[row][:, None] + first[:, None] + place[None, :]
 
-        def tile(_: None, number: Array) -> tuple[None, Array]:
+        def tile(o: Array, number: Array) -> tuple[Array, None]:
             row, first = number // per_row, number % per_row * size
-            used = batch.lengths[row] > first
 
-            def compute() -> Array:
-                inside = first + place < batch.lengths[row]
-                q = qkv.q[jnp.minimum(batch.starts[row] + first + place, tokens - 1)]
+            def compute(q: Array) -> Array:
                 k, v = self._read(pages, row_pages[row], qkv)
                 keys = jnp.arange(len(k), dtype=jnp.int32)
                 positions = batch.cached[row] + first + place
+                inside = first + place < batch.lengths[row]
                 mask = visible(positions, keys, window) & inside[:, None]
                 return attend(q, k, v, mask, scale)
 
-            empty = jnp.zeros((size, *qkv.q.shape[1:]), qkv.q.dtype)
-            return None, lax.cond(used, compute, lambda: empty)
+            q = lax.dynamic_index_in_dim(o, number, keepdims=False)
+            out = lax.cond(batch.lengths[row] > first, compute, lambda q: q, q)
+            return lax.dynamic_update_index_in_dim(o, out, number, axis=0), None
 
-        numbers = jnp.arange(len(batch.starts) * per_row, dtype=jnp.int32)
-        _, o = lax.scan(tile, None, numbers)
+        # The results take the place of the queries: fresh zeros would be copied for each layer.
+        o, _ = lax.scan(tile, qkv.q[jnp.minimum(at, tokens - 1)], number)
         within = jnp.arange(tokens, dtype=jnp.int32) - batch.starts[batch.row_of]
         within = jnp.clip(within, 0, per_row * size - 1)
         return o.reshape(-1, *o.shape[2:])[batch.row_of * per_row * size + within]

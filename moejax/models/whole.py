@@ -93,7 +93,9 @@ def read_stacked(checkpoint: Checkpoint, dtype: str) -> dict[int, Stacked]:
     for layer in config.moe_layers:
         runs = checkpoint.expert_runs(layer)
         halves = [
-            split_halves(decode_dense(run, gate_up.stored_rows, gate_up.columns, source), gate_up.rows)
+            split_halves(
+                decode_dense(run, gate_up.stored_rows, gate_up.columns, source), gate_up.rows
+            )
             for run in runs["gate_up"]
         ]
         downs = [decode_dense(run, down.rows, down.columns, source) for run in runs["down"]]

@@ -301,6 +301,7 @@ def test_row_r_of_a_table_stands_at_float16_offset_r_times_its_codes() -> None:
         (129, 2, 2048),  # 192 rows: 1536 bytes
         (64, 3, 1024),
         (65, 3, 2048),
+        (1, 4, 2048),  # 63 rows of zeros
         (2816, 4, 90112),
         (64, 8, 32768),
     ],

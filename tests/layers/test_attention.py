@@ -113,14 +113,15 @@ def test_large_scores_do_not_overflow() -> None:
     np.testing.assert_allclose(o, wanted, atol=1e-4)
 
 
-def test_bfloat16_keeps_scores_and_softmax_in_float32() -> None:
-    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in make_qkv(kv_heads=2))
-    o = run(4 * q, k, v, CAUSAL)
-    assert o.dtype == ml_dtypes.bfloat16
-    wanted = by_loops(4 * q, k, v, CAUSAL)
-    # Two roundings to 8 bits, of the probabilities and of the result; scores of 30 in bfloat16
-    # would be off by 1/16.
-    np.testing.assert_allclose(o.astype(np.float64), wanted, atol=2**-7 * np.abs(wanted).max())
+def test_bfloat16_keeps_scores_in_float32() -> None:
+    # Scores of 64 and 64.25, which bfloat16 would round to 64 both.
+    q = np.array([[[8.0, 0.25]]], ml_dtypes.bfloat16)
+    k = np.array([[[8.0, 0.0]], [[8.0, 1.0]]], ml_dtypes.bfloat16)
+    v = np.array([[[0.0, 1.0]], [[1.0, 1.0]]], ml_dtypes.bfloat16)
+    o = attend(*map(jnp.asarray, (q, k, v)), jnp.ones((1, 2), bool), 1.0)
+    assert o.dtype == jnp.bfloat16
+    weight = 1 / (1 + np.exp(-0.25))  # 0.562
+    np.testing.assert_allclose(o[0, 0].astype(jnp.float32), [weight, 1], atol=2**-8)
 
 
 def test_rows_attend_apart() -> None:

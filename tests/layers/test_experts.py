@@ -1,5 +1,6 @@
 """Tiles of tokens, and the products of tokens with their experts, against loops in float64."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from moejax.arena import format
 from moejax.arena.geometry import LinearShape
-from moejax.layers.experts import Experts, Paged, Stacked, Tiles, make_tiles, run_experts
+from moejax.layers.experts import (
+    Experts,
+    ExpertWeights,
+    Paged,
+    Stacked,
+    Tiles,
+    make_tiles,
+    run_experts,
+)
 
 # Tiles.
 
@@ -258,6 +267,34 @@ def test_an_expert_without_tokens_is_never_read(kind: str) -> None:
     case.topk_ids[2] = [0, 4]  # an invalid token
     resident = np.array([False, True, False, True, False])
     assert_close(run(case, kind, resident), case)
+
+
+class Watched(NamedTuple):
+    """Experts that tell which of them are read."""
+
+    experts: Stacked
+    tell: Callable[[jax.Array], None]
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.num_experts
+
+    def weights(self, expert: jax.Array) -> ExpertWeights:
+        jax.debug.callback(self.tell, expert)
+        return self.experts.weights(expert)
+
+
+def test_an_expert_is_read_once_for_each_of_its_tiles() -> None:
+    topk_ids = np.tile(np.array([1, 2], np.int32), (200, 1))
+    topk_ids[150:] = [1, 4]
+    case = make_case(200, 2, 5, "float32", topk_ids)
+    read: list[int] = []
+    watched = Watched(stacked(case.weights), lambda expert: read.append(int(expert)))
+    run_experts(*(jnp.asarray(array) for array in case[:4]), watched)
+    jax.effects_barrier()
+    counts = np.bincount(topk_ids[case.valid].reshape(-1))
+    assert counts.tolist() == [0, 171, 128, 0, 43]
+    assert sorted(read) == [1, 1, 1, 2, 2, 4]  # tiles of 64
 
 
 def test_an_expert_that_is_not_resident_gives_nan_to_its_tokens_only() -> None:
