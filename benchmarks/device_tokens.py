@@ -9,17 +9,16 @@ appends a line to benchmarks/results/device_tokens.jsonl and fails if a sequence
 """
 
 import argparse
-import datetime
 import json
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import jax
+from stamp import stamp
+
 from moejax_serving import LLM, SamplingParams
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "device_tokens.jsonl"
 GAP = 1e-4
 NEW_TOKENS = 48
 
@@ -84,10 +83,7 @@ def main() -> int:
     verdicts = [compare(a, b) for a, b in zip(found, record["steps"], strict=True)]
     names = [name for name, _ in verdicts]
     row = {
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **stamp(args.commit),
         "model": args.model.name,
         "sequences": len(names),
         "tokens": len(names) * NEW_TOKENS,
@@ -98,19 +94,8 @@ def main() -> int:
         "memory_budget": llm.engine.memory.budget,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
-    print(json.dumps(row))
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    record("device_tokens", row)
     return 1 if row["different"] else 0
-
-
-def commit() -> str:
-    """The checkout's commit, or "unknown" outside of one."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

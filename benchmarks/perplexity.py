@@ -7,10 +7,11 @@ first token of a window predicts nothing. A last window that is not full is left
 """
 
 import argparse
-import json
 import math
 import pathlib
 import time
+
+from stamp import record, stamp
 
 from moejax_serving import LLM, SamplingParams
 
@@ -52,13 +53,14 @@ def main() -> None:
     start = time.perf_counter()
     losses = negative_logprobs(llm, windows(ids, args.window))
     row = {
+        **stamp(),
         "model": args.model.name,
         "dtype": args.dtype,
         "windows": len(losses),
         "perplexity": round(perplexity(losses), 4),
         "seconds": round(time.perf_counter() - start, 1),
     }
-    print(json.dumps(row))
+    record("perplexity", row)
 
 
 if __name__ == "__main__":

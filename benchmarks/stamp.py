@@ -1,0 +1,38 @@
+"""What every line of results says of its run, and where the lines stand."""
+
+import datetime
+import json
+import pathlib
+import subprocess
+from typing import Any
+
+import jax
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def stamp(commit: str | None = None) -> dict[str, str]:
+    """Date, commit, device and version of jax."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or _commit(),
+        "device": "CPU" if device.platform == "cpu" else device.device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def record(name: str, row: dict[str, Any]) -> None:
+    """Prints a line and appends it to results/<name>.jsonl."""
+    line = json.dumps(row)
+    print(line)
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
