@@ -3,6 +3,7 @@
 #   make serve [ARGS="MODEL --port 8001"]   installs what serving needs and serves
 #   make test [ARGS="tests/pallas"]         installs the rest and runs the quick tests
 #   make test-all                           the slow tests too
+#   make table                              writes README's table of what works
 #   make format                             formats the code
 #   make lint types layers                  the checks of CI, each on its own
 #   make venv                               makes .venv; PYTHON=... says with which Python
@@ -26,7 +27,7 @@ SERVE_ENV := $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 # XLA's collectives on simulated devices wait for each other: two threads are too few for four.
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=16
 
-.PHONY: serve test test-all format lint types layers venv
+.PHONY: serve test test-all table format lint types layers venv
 
 serve: .venv/.serve
 	@$(SERVE_ENV) $(BIN)/moejax-serve $(ARGS)
@@ -36,6 +37,9 @@ test: .venv/.test
 
 test-all: .venv/.test
 	$(TEST_ENV) $(BIN)/pytest -m "not gpu" $(ARGS)
+
+table: .venv/.test
+	$(TEST_ENV) $(BIN)/python tests/table.py
 
 format: .venv/.test
 	$(BIN)/ruff check --select I --fix .

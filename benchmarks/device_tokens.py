@@ -3,9 +3,9 @@
     python benchmarks/device_tokens.py MODEL --text TEXT --record tokens.json    # on a CPU
     python benchmarks/device_tokens.py MODEL --compare tokens.json               # on a GPU
 
-Float32. Two devices agree if the tokens are the same or, where they part, both tokens are among the
-two likeliest of either device and less than 1e-4 apart: sums are rounded in another order. `--compare`
-appends a line to benchmarks/results/device_tokens.jsonl and fails if a sequence disagrees.
+Float32. Two devices agree if the tokens are the same or, where they part, both tokens are among
+the two likeliest of either device and less than 1e-4 apart: sums are rounded in another order.
+`--compare` appends a line to results/device_tokens.jsonl and fails if a sequence disagrees.
 """
 
 import argparse

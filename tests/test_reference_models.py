@@ -5,12 +5,12 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moejax_converters.convert import convert
-from moejax_serving import LLM, SamplingParams
 
 from moejax.checkpoint import Checkpoint
 from moejax.models.decoder import abstract_params, flatten_params, unflatten_params
 from moejax.models.whole import forward, read_stacked
+from moejax_converters.convert import convert
+from moejax_serving import LLM, SamplingParams
 
 FAMILIES = ["mixtral", "mixtral_swa", "qwen2_moe", "qwen3_moe", "olmoe", "olmoe_clip"]
 LAYOUTS = [family + suffix for family in FAMILIES for suffix in ("", "-fused")]
@@ -51,6 +51,7 @@ def test_logits_of_whole_sequences_equal_the_reference(model):
     np.testing.assert_allclose(np.asarray(logits), reference["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.shows("models", "`mixtral` (with sliding window), `qwen2_moe`, `qwen3_moe`, `olmoe`")
 def test_generated_tokens_and_their_logprobs_equal_the_reference(model):
     folder, reference = model
     llm = open_llm(folder)

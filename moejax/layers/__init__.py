@@ -1,1 +1,1 @@
-"""The parts of a decoder. Weights are flax.nnx modules; mathematics are plain functions on arrays."""
+"""The parts of a decoder. Weights are flax.nnx modules, mathematics plain functions."""

@@ -33,7 +33,7 @@ def route(router_logits: Float[Array, "tokens experts"], part: Router) -> Routin
 
 
 class MoeLayer(nnx.Module):
-    """Routed experts plus, where the model has one, a shared expert. Routed weights are not here."""
+    """Routed experts, whose weights lie elsewhere, plus the model's shared expert, if any."""
 
     def __init__(self, part: Moe, hidden_size: int, *, stack: Stack, dtype: str) -> None:
         self.part = part

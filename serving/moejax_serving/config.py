@@ -14,9 +14,9 @@ class EngineConfig:
     dtype: str = "auto"
     """float32 or bfloat16, of weights, activations and KV cache; auto: that of the checkpoint."""
     memory_budget: int | None = None
-    """Bytes of device memory for everything. None: 90 % of a GPU; on a CPU the model plus 1 GiB."""
+    """Bytes on the device, for everything. None: 90 % of a GPU; on a CPU the model plus 1 GiB."""
     max_model_len: int | None = None
-    """Most tokens of one sequence, prompt and output. None: the model's, if the memory holds them."""
+    """Most tokens of a sequence, prompt and output. None: the model's, if they fit."""
     max_num_seqs: int = 16
     """Sequences that run at the same time; more wait."""
     max_num_batched_tokens: int = 512

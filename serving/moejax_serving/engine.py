@@ -1,8 +1,8 @@
 """The engine: takes requests, runs steps, gives back results. One thread calls it."""
 
 import dataclasses
-from typing import Any
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Which sequences run in the next step. Plain Python: no device, no arrays.
 
 First come, first served. A sequence is admitted when the blocks that it can come to need are not
-promised to others, so a running sequence never lacks memory. Prompts are processed first, in chunks.
+promised to others, so a running sequence never lacks memory. Prompts come first, in chunks.
 """
 
 import collections

@@ -23,6 +23,7 @@ def test_every_value_survives(family, layout, tmp_path):
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
 
 
+@pytest.mark.shows("conversion", "one tensor per expert or fused, the same checkpoint")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_layouts_give_the_same_bytes(family, tmp_path):
     for layout in LAYOUTS:
@@ -136,6 +137,7 @@ def test_an_existing_target_is_not_touched(tmp_path):
     assert os.listdir(tmp_path / "out") == []
 
 
+@pytest.mark.shows("conversion", "all or nothing, nothing overwritten")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError(28, "No space left")])
 def test_a_conversion_that_fails_leaves_nothing(error, tmp_path, monkeypatch):
     checkpoints.write(tmp_path / "hf")

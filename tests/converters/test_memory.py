@@ -41,6 +41,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.shows("conversion", "memory bounded by the largest tensor")
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layout", checkpoints.LAYOUTS)
 def test_memory_is_bounded_by_the_largest_tensor(layout: str, tmp_path: pathlib.Path):

@@ -129,6 +129,7 @@ def test_refuses_a_tensor_in_two_files(folder):
         Source(folder)
 
 
+@pytest.mark.shows("conversion", "shards; damaged files are refused, naming tensor and file")
 def test_refuses_a_file_that_is_cut_short(tmp_path):
     checkpoints.write(tmp_path)
     path = tmp_path / "model.safetensors"

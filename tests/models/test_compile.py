@@ -1,22 +1,20 @@
-"""The step's programs as compiled: the arena stays in place, temporaries stay within their bound."""
+"""The step's programs as compiled: the arena stays in place, temporaries in bounds."""
 
 import functools
 
-import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from moejax_serving.batch import make_buckets
-from moejax_serving.memory import LIBRARY_WORKSPACE, workspace_bytes
 
+import aot
 from moejax.arena.geometry import choose_geometry
 from moejax.arena.state import ArenaState
 from moejax.config import (
     Attention,
     LayerKind,
     Mlp,
-    Moe,
     ModelConfig,
+    Moe,
     Rope,
     Router,
     SharedExpert,
@@ -24,6 +22,8 @@ from moejax.config import (
 )
 from moejax.models.decoder import abstract_params
 from moejax.models.step import COMPILER_OPTIONS, step
+from moejax_serving.batch import make_buckets
+from moejax_serving.memory import LIBRARY_WORKSPACE, workspace_bytes
 
 MIB = 1 << 20
 DEVICE_BYTES = {"cpu": 24 << 30, "h200": 150_754_820_096}
@@ -139,6 +139,7 @@ def compile_step(model: str, bucket_name: str, device: str):
     return compiled, pages * geometry.page_bytes, bound
 
 
+@pytest.mark.shows("memory", "the arena is updated in place, on a CPU and compiled for an H200")
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("model", MODELS)
 def test_on_an_h200_the_arena_stays_in_place(model, bucket):

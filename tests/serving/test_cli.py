@@ -199,6 +199,7 @@ def server(
             process.kill()
 
 
+@pytest.mark.shows("server", "SIGTERM: running answers end, then the server")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_cleanly(tmp_path: pathlib.Path, number: signal.Signals) -> None:
     with server(tmp_path) as (process, url, greeting):

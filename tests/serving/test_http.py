@@ -145,6 +145,7 @@ def test_the_default_of_max_tokens_shrinks_to_what_is_left(fake_engine: Any) -> 
     assert fake_engine.added[0][1].max_tokens == 4
 
 
+@pytest.mark.shows("server", "`/v1/completions`: texts and token ids, alone and in lists")
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
@@ -240,6 +241,7 @@ def test_a_server_without_tokenizer_takes_token_ids(fake_engine: Any) -> None:
 # Chat
 
 
+@pytest.mark.shows("server", "`/v1/chat/completions`")
 def test_a_conversation_is_continued(fake_engine: Any) -> None:
     status, body = post(fake_engine, CHAT, {"model": "m", "messages": USER})
     assert status == 200
@@ -407,6 +409,7 @@ def test_a_wrong_body_is_refused_by_field(
     assert not fake_engine.added
 
 
+@pytest.mark.shows("server", "what is not supported is refused by name, in OpenAI's error shape")
 @pytest.mark.parametrize(
     ("path", "name", "value"),
     [
@@ -608,6 +611,7 @@ def test_a_full_queue_asks_to_try_again(fake_engine: Any) -> None:
     run(fake_engine, scenario, max_queued_requests=2)
 
 
+@pytest.mark.shows("server", "a client that goes away frees its place")
 def test_a_client_that_goes_away_aborts_its_requests(fake_engine: Any) -> None:
     fake_engine.is_stuck = True
     engine = AsyncEngine(fake_engine)
