@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # jax reports every backend that a machine does not have.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     prepare_environment(os.environ)
     try:
         _serve(args, _engine_config(args))

@@ -88,7 +88,7 @@ def build_engine(
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_experts(checkpoint, geometry, state, pages, progress=progress)
-    runner = Runner(parts, geometry, params, state)
+    runner = Runner(parts, geometry, params, state, workspace=plan.workspace)
     scheduler = Scheduler(
         blocks,
         block_size=geometry.block_size,

@@ -87,7 +87,7 @@ def workspace_bytes(
     )
     places = rows + (min(HEAD_TILE, tokens) if bucket.with_targets else 0)
     logits = 4 * places * config.vocab_size
-    return 3 * expert + 4 * cache + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+    return 3 * expert + 2 * cache + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
 
 
 def plan_memory(

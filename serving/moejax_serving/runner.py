@@ -1,6 +1,7 @@
 """The only part of the server that runs programs on devices."""
 
 import dataclasses
+import logging
 from functools import partial
 from typing import Any
 
@@ -19,17 +20,27 @@ from moejax_serving.loader import store_pages
 
 _POISON_CHUNK = 64
 
+logger = logging.getLogger(__name__)
+
 
 class Runner:
     """Holds weights and arena, and one program per bucket."""
 
     def __init__(
-        self, config: ModelConfig, geometry: Geometry, params: Params, state: ArenaState
+        self,
+        config: ModelConfig,
+        geometry: Geometry,
+        params: Params,
+        state: ArenaState,
+        *,
+        workspace: int,
     ) -> None:
+        """`workspace`: bytes that the memory plan keeps for a program's temporaries."""
         self._config = config
         self._geometry = geometry
         self._params = params
         self._state = state
+        self._workspace = workspace
         self._programs: dict[Bucket, Any] = {}
 
     def run(self, control: Control, bucket: Bucket) -> StepOutput:
@@ -45,6 +56,13 @@ class Runner:
             self._programs[bucket] = compile_step(
                 self._config, self._geometry, bucket, self._params, self._state
             )
+            if (used := self.temp_bytes(bucket)) > self._workspace:
+                logger.warning(
+                    "a step of %d tokens needs %d bytes of workspace, the memory plan keeps %d",
+                    bucket.layout.tokens,
+                    used,
+                    self._workspace,
+                )
         return self._programs[bucket]
 
     def temp_bytes(self, bucket: Bucket) -> int:

@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
+    "min_tokens": (0,),
     "use_beam_search": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -33,7 +34,6 @@ _FLOATS = {
 _INTS = {
     "top_k": (-1, 2**31 - 1),
     "max_tokens": (1, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -63,7 +63,6 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int = 16
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many tokens."""
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many of the likeliest ones."""
     prompt_logprobs: int | None = None
@@ -100,11 +99,6 @@ class SamplingParams:
         checked["top_k"] = max(checked["top_k"], 0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
-                param="min_tokens",
-            )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
 

@@ -124,6 +124,7 @@ def test_published_shapes_waste_at_most_4_percent(name: str) -> None:
     cache = geometry.block_size * geometry.token_bytes
     assert 0.96 * taken <= used <= taken
     assert 0.96 * geometry.page_bytes <= cache <= geometry.page_bytes
+    assert geometry.block_size % 8 == 0
 
 
 # Rows and columns are padded to atoms, and to nothing more.
@@ -182,7 +183,7 @@ def test_a_geometry_by_hand() -> None:
     head_size=st.sampled_from([16, 64, 80, 128]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
 )
-def test_the_page_size_wastes_least_and_a_block_is_a_multiple_of_8_tokens(
+def test_the_page_size_wastes_least_and_a_block_is_full_or_in_eights(
     hidden: int, width: int, kv_heads: int, head_size: int, dtype: str
 ) -> None:
     config = published(2, hidden, width, 4, kv_heads, head_size)
@@ -190,9 +191,13 @@ def test_the_page_size_wastes_least_and_a_block_is_a_multiple_of_8_tokens(
     geometry = choose_geometry(config, dtype)
     assert geometry.page_bytes in (16384, 32768, 65536)
     assert waste[geometry.page_bytes] <= min(waste.values()) + 0.001
-    assert geometry.block_size > 0 and geometry.block_size % 8 == 0
     left = geometry.page_bytes - geometry.block_size * geometry.token_bytes
-    assert 0 <= left < 8 * geometry.token_bytes
+    if geometry.block_size >= 8:
+        assert geometry.block_size % 8 == 0
+        assert 0 <= left < 8 * geometry.token_bytes
+    else:
+        assert geometry.block_size > 0
+        assert 0 <= left < geometry.token_bytes
     for shape, pages in zip((geometry.gate_up, geometry.down), geometry.dense_pages, strict=True):
         assert (pages - 1) * geometry.page_bytes < shape.dense_bytes(dtype)
         assert shape.dense_bytes(dtype) <= pages * geometry.page_bytes
@@ -222,11 +227,21 @@ def test_the_waste_of_the_cache_is_not_hidden_by_that_of_the_experts() -> None:
     assert page_waste(config, "bfloat16", 65536) == pytest.approx(1 - 24 * 2560 / 65536)
 
 
-def test_a_page_that_holds_fewer_than_8_tokens_wastes_everything() -> None:
-    assert page_waste(PUBLISHED["Mixtral-8x7B"], "bfloat16", 16384) == 1.0
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens"), [(1, 128), (3, 40), (16, 8), (17, 7), (32, 4), (128, 1)]
+)
+def test_a_block_is_in_eights_if_eight_tokens_fit(kv_heads: int, tokens: int) -> None:
+    config = published(1, 2048, 1024, 64, kv_heads)
+    assert make_geometry(config, "bfloat16", 65536).block_size == tokens
 
 
-def test_tokens_too_large_for_any_page_are_refused() -> None:
-    message = "a page of 65536 bytes holds fewer than 8 tokens of 16384 bytes"
+def test_a_page_that_holds_no_token_wastes_everything() -> None:
+    config = published(1, 2048, 1024, 64, kv_heads=128)  # 64 KiB per token
+    assert page_waste(config, "bfloat16", 32768) == 1.0
+    assert choose_geometry(config, "bfloat16").page_bytes == 65536
+
+
+def test_a_token_too_large_for_any_page_is_refused_with_the_numbers() -> None:
+    message = "a token needs 65792 bytes of KV in each layer, a page has 65536"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        choose_geometry(published(1, 2048, 1024, 64, kv_heads=32), "bfloat16")
+        choose_geometry(published(1, 2048, 1024, 64, kv_heads=257, head_size=64), "bfloat16")

@@ -25,6 +25,15 @@ def test_a_product_is_with_the_transpose(leading: tuple[int, ...]) -> None:
     np.testing.assert_allclose(product(jnp.asarray(x), jnp.asarray(w)), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("leading", [(), (1,), (1, 1), (2, 1)], ids=str)
+def test_a_single_row_of_bfloat16_is_a_product_like_any_other(leading: tuple[int, ...]) -> None:
+    x, w = normal(*leading, 50).astype(BFLOAT16), normal(7, 50, seed=1).astype(BFLOAT16)
+    found = product_float32(jnp.asarray(x), jnp.asarray(w))
+    assert found.shape == (*leading, 7)
+    wanted = x.astype(np.float64) @ w.astype(np.float64).T
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_bfloat16_products_are_summed_in_float32() -> None:
     # In bfloat16, 1 + 2^-8 is 1: a sum in it would stay at 1.
     x = jnp.ones((1, 257), jnp.bfloat16)

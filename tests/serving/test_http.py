@@ -176,7 +176,6 @@ def test_sampling_parameters_reach_the_engine(fake_engine: Any) -> None:
         "stop": "end",
         "stop_token_ids": [9],
         "ignore_eos": True,
-        "min_tokens": 3,
         "max_tokens": 5,
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
@@ -185,7 +184,7 @@ def test_sampling_parameters_reach_the_engine(fake_engine: Any) -> None:
     params = fake_engine.added[0][1]
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.5, 0, 0.1)
     assert (params.seed, params.stop_strings, params.stop_ids) == (-7, ("end",), (9,))
-    assert (params.ignore_eos, params.min_tokens, params.max_tokens) == (True, 3, 5)
+    assert (params.ignore_eos, params.max_tokens) == (True, 5)
     assert not params.skip_special_tokens and params.include_stop_str_in_output
 
 
