@@ -7,6 +7,7 @@ what the decoder scans over.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -235,7 +236,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 def config_from_json(data: Any) -> ModelConfig:
     """The ModelConfig of `config_to_json`. Raises ConfigError, naming the field at fault."""
     try:
-        return _MODEL_CONFIG.validate_python(data)
+        return _MODEL_CONFIG.validate_json(json.dumps(data), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -19,7 +19,6 @@ from moejax.arena.format import (
     DTYPES,
     POISON_PAGE,
     POISON_WORD,
-    ceil_div,
     dense_words,
 )
 from moejax.arena.geometry import LinearShape
@@ -99,11 +98,6 @@ def values_to_words(values: Shaped[Array, "*n values"]) -> UInt32[Array, "*n wor
     if per_word > 1:
         values = values.reshape(*values.shape[:-1], -1, per_word)
     return lax.bitcast_convert_type(values, jnp.uint32)
-
-
-def run_slots(shape: LinearShape, dtype: str, page_words: int) -> int:
-    """Slots that a dense run fills."""
-    return ceil_div(shape.dense_bytes(dtype), page_words * 4)
 
 
 def write_tokens(

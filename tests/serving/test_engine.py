@@ -5,10 +5,10 @@ import pathlib
 
 import numpy as np
 import pytest
-from moejax_serving import EngineConfig, SamplingParams
-from moejax_serving.load import load_engine
 
 from moejax.errors import CapacityError, RequestError
+from moejax_serving import EngineConfig, SamplingParams
+from moejax_serving.load import load_engine
 
 REFERENCE = json.loads((pathlib.Path(__file__).parents[1] / "data" / "demo.json").read_text())
 
