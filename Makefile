@@ -7,6 +7,8 @@
 #   make format                             formats the code
 #   make lint types layers                  the checks of CI, each on its own
 #   make venv                               makes .venv; PYTHON=... says with which Python
+#
+# make alone serves.
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -30,7 +32,7 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=16
 .PHONY: serve test test-all table format lint types layers venv
 
 serve: .venv/.serve
-	@$(SERVE_ENV) $(BIN)/moejax-serve $(ARGS)
+	@exec env $(SERVE_ENV) $(BIN)/moejax-serve $(ARGS)
 
 test: .venv/.test
 	$(TEST_ENV) $(BIN)/pytest -m "not gpu and not slow" $(ARGS)

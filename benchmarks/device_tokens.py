@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import jax
-from stamp import stamp
+from stamp import record, stamp
 
 from moejax_serving import LLM, SamplingParams
 
@@ -75,12 +75,12 @@ def main() -> int:
     llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget)
     if args.record:
         prompts = prompts_of(llm, args.text.read_text(encoding="utf-8"))
-        record = {"prompts": prompts, "steps": generate(llm, prompts)}
-        args.record.write_text(json.dumps(record))
+        recorded = {"prompts": prompts, "steps": generate(llm, prompts)}
+        args.record.write_text(json.dumps(recorded))
         return 0
-    record = json.loads(args.compare.read_text())
-    found = generate(llm, record["prompts"])
-    verdicts = [compare(a, b) for a, b in zip(found, record["steps"], strict=True)]
+    recorded = json.loads(args.compare.read_text())
+    found = generate(llm, recorded["prompts"])
+    verdicts = [compare(a, b) for a, b in zip(found, recorded["steps"], strict=True)]
     names = [name for name, _ in verdicts]
     row = {
         **stamp(args.commit),

@@ -15,8 +15,15 @@ import pydantic
 
 from moejax.errors import ConfigError
 
-Positive = Annotated[int, pydantic.Field(gt=0)]
-PositiveFloat = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+MAX_INTEGER = 2**31 - 1
+"""Sizes, counts and windows are int32 on a device."""
+MAX_FLOAT = 1e38
+"""Numbers are float32 on a device."""
+MAX_LAYERS = 4096
+"""More than a decoder is scanned over; a configuration that says so is damaged."""
+
+Positive = Annotated[int, pydantic.Field(gt=0, le=MAX_INTEGER)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0, le=MAX_FLOAT, allow_inf_nan=False)]
 Dtype = Literal["bfloat16", "float32"]
 Activation = Literal["silu"]
 
@@ -167,6 +174,10 @@ class ModelConfig:
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
+        # Before anything lists the layers.
+        num_layers = sum(segment.num_layers for segment in self.segments)
+        if num_layers > MAX_LAYERS:
+            raise ConfigError(f"{self.family}: {num_layers} layers, at most {MAX_LAYERS} are read")
         if not self.moe_layers:
             raise ConfigError(f"{self.family}: no layer has routed experts")
         shapes = {(kind.router.num_experts, kind.expert_width) for kind in self.moe_layers.values()}

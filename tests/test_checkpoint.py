@@ -62,13 +62,13 @@ DENSE = {
 }
 
 
-def write_experts(writer, layer):
+def write_experts(writer, layer, seed=0):
     with writer.expert_file(
         layer, num_experts=EXPERTS, gate_up_shape=GATE_UP, down_shape=DOWN, dtype="bfloat16"
     ) as file:
         for e in reversed(range(EXPERTS)):  # any order
-            file.put(e, "down", random(DOWN, seed=10 * layer + e))
-            file.put(e, "gate_up", random(GATE_UP, seed=100 + 10 * layer + e))
+            file.put(e, "down", random(DOWN, seed=seed + 10 * layer + e))
+            file.put(e, "gate_up", random(GATE_UP, seed=seed + 100 + 10 * layer + e))
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +177,10 @@ def test_any_runs_in_any_order_are_read_back(tmp_path_factory, words, num_expert
         for name, n in words.items()
         for e in range(num_experts)
     }
-    with RunWriter(path, num_experts=num_experts, words=words) as writer:
+    with RunWriter(path, layer=0, num_experts=num_experts, words=words) as writer:
         for name, e in rng.permutation(list(runs)).tolist():
             writer.put(name, int(e), runs[name, int(e)])
-    file = open_run_file(path, num_experts=num_experts, words=words)
+    file = open_run_file(path, layer=0, num_experts=num_experts, words=words, crc32=writer.crc32)
     for (name, e), run in runs.items():
         np.testing.assert_array_equal(file.runs[name][e], run)
         file.verify(e)
@@ -228,6 +228,13 @@ def test_refuses_expert_matrices_that_do_not_fit(tmp_path):
                 file.put(0, "gate_up", random(GATE_UP))
 
 
+def test_refuses_to_finish_without_the_experts_of_a_layer(tmp_path):
+    writer = CheckpointWriter(tmp_path / "model")
+    write_experts(writer, 1)
+    with pytest.raises(ValueError, match=r"layers \[1\] were written, the model has \[0, 1\]"):
+        writer.finish(CONFIG, {"eos_token_ids": []})
+
+
 def test_refuses_experts_of_a_layer_that_has_none(template):
     with pytest.raises(ValueError, match="layer 2 has no experts"):
         Checkpoint.open(template).expert_runs(2)
@@ -256,7 +263,13 @@ def change_manifest(folder, **changes):
         ({"dense": {"a": {"shape": [1]}}}, r"moejax\.json: broken entry \(KeyError\('dtype'\)\)"),
         ({"dense": {"a": {"shape": [1], "dtype": "int8", "crc32": "0"}}}, r"broken .*dtype int8"),
         ({"dense": []}, r"moejax\.json: broken entry"),
-        ({"generation": 7}, r"moejax\.json: broken entry"),
+        ({"generation": 7}, r"moejax\.json: generation: is 7, needed an object"),
+        ({"format_version": True}, "format version True, this moejax reads 1: convert the model a"),
+        ({"format_version": "1"}, "format version '1', this moejax reads 1: convert the model aga"),
+        ({"crc32": "0"}, "broken entry .*'0' is not the CRC-32 of anything"),
+        ({"experts": {"0": "fffffffff"}}, "broken entry .*'fffffffff' is not the CRC-32"),
+        ({"experts": {"0": "00000000"}}, r"experts of the layers \['0'\], needed \['0', '1'\]"),
+        ({"dense": {"a": {"shape": [True], "dtype": "float32", "crc32": "0"}}}, r"shape \[True\]"),
     ],
 )
 def test_a_broken_manifest_is_refused(changes, message, folder):
@@ -267,12 +280,80 @@ def test_a_broken_manifest_is_refused(changes, message, folder):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", r"moejax\.json: not JSON"), ("[]", "format version None, this moejax reads 1")],
+    [("{", r"moejax\.json: not JSON"), ("[]", r"moejax\.json: not a JSON object")],
 )
 def test_a_manifest_that_is_no_json_object_is_refused(text, message, folder):
     (folder / "moejax.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"config":' * 200_000, "[" * 100 + "]" * 100], ids=["[", "{", "100"]
+)
+def test_a_deeply_nested_manifest_is_one_line(text, folder):
+    (folder / "moejax.json").write_text(text)
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(folder)
+    assert "moejax.json: not JSON (nested" in one_line(error)
+
+
+def test_a_key_that_stands_twice_in_the_manifest_is_refused(folder):
+    path = folder / "moejax.json"
+    path.write_text(path.read_text().replace('"family"', '"vocab_size": 96, "family"'))
+    with pytest.raises(CheckpointError, match="key 'vocab_size' stands twice"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("norm_epsilon", 0.5), ("max_position_embeddings", 65), ("tie_embeddings", False)],
+)
+def test_a_config_that_was_edited_is_refused(field, value, folder):
+    config = json.loads((folder / "moejax.json").read_text())["config"]
+    change_manifest(folder, config=config | {field: value})
+    with pytest.raises(
+        CheckpointError,
+        match=r"moejax\.json: config or generation is not as it was written \(CRC-32 .{8}, needed",
+    ):
+        Checkpoint.open(folder)
+
+
+def test_settings_of_generation_that_were_edited_are_refused(folder):
+    change_manifest(folder, generation={"eos_token_ids": [3], "temperature": 0.5})
+    with pytest.raises(CheckpointError, match="config or generation is not as it was written"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": 1}, "eos_token_ids is None, needed a list of token ids"),
+        ({"eos_token_ids": 2}, "eos_token_ids is 2, needed a list of token ids"),
+        ({"eos_token_ids": [96]}, "eos_token_ids: one is 96, needed an integer from 0 to 95"),
+        ({"eos_token_ids": [True]}, "eos_token_ids: one is True, needed an integer from 0 to 95"),
+        ({"eos_token_ids": [], "pad_token_id": -1}, "pad_token_id is -1, needed an integer from"),
+        ({"eos_token_ids": [], "temperature": -1}, "temperature is -1, needed a number from 0 to"),
+        ({"eos_token_ids": [], "temperature": float("nan")}, "temperature is nan, needed a number"),
+        ({"eos_token_ids": [], "temperature": "1"}, "temperature is '1', needed a number from 0"),
+        ({"eos_token_ids": [], "top_p": 0}, "top_p is 0, needed a number above 0 to 1"),
+        ({"eos_token_ids": [], "min_p": 1.5}, "min_p is 1.5, needed a number from 0 to 1"),
+        ({"eos_token_ids": [], "top_k": 2**31}, "top_k is 2147483648, needed an integer from 0 "),
+        ({"eos_token_ids": [], "top_k": 1.9}, "top_k is 1.9, needed an integer from 0 to 214748"),
+        ({"eos_token_ids": [], "speed": 1}, "speed is not a setting that this moejax knows"),
+    ],
+)
+def test_a_wrong_setting_of_generation_is_refused_by_its_name(generation, message, folder):
+    change_manifest(folder, generation=generation)
+    with pytest.raises(CheckpointError, match=rf"moejax\.json: generation: {message}"):
+        Checkpoint.open(folder)
+
+
+def test_a_folder_that_no_file_can_be_named_is_one_line(tmp_path):
+    for name in ("a" * 300, "a\0b", "\ud800"):
+        with pytest.raises(CheckpointError, match="not a moejax checkpoint") as error:
+            Checkpoint.open(tmp_path / name)
+        one_line(error)
 
 
 def one_line(error):
@@ -338,6 +419,25 @@ def test_a_missing_expert_file_is_named(folder):
         Checkpoint.open(folder).expert_runs(1)
 
 
+def test_an_expert_file_of_another_layer_is_refused(folder):
+    shutil.copy(folder / "experts" / "0.safetensors", folder / "experts" / "1.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"1\.safetensors: holds the experts of layer 0, needed layer 1"
+    ):
+        Checkpoint.open(folder).expert_runs(1)
+
+
+def test_an_expert_file_of_another_checkpoint_is_refused(folder, tmp_path):
+    writer = CheckpointWriter(tmp_path / "other")
+    write_experts(writer, 0, seed=7)
+    shutil.copy(writer.folder / "experts" / "0.safetensors", folder / "experts" / "0.safetensors")
+    with pytest.raises(
+        CheckpointError,
+        match=r"0\.safetensors: not the file that belongs to this checkpoint \(CRC-32 of its runs",
+    ):
+        Checkpoint.open(folder).expert_runs(0)
+
+
 @pytest.mark.parametrize("size", [-1, 5000, 100, 3, 0])
 def test_an_expert_file_that_is_cut_short_is_refused(size, folder):
     path = folder / "experts" / "0.safetensors"
@@ -355,8 +455,9 @@ def test_any_damaged_header_is_refused_or_harmless(template, tmp_path_factory, a
     data[at] = value
     path.write_bytes(data)
     words = {"gate_up.dense": 2048, "down.dense": 768}
+    crc32 = int(json.loads((template / "moejax.json").read_text())["experts"]["0"], 16)
     try:
-        file = open_run_file(path, num_experts=EXPERTS, words=words)
+        file = open_run_file(path, layer=0, num_experts=EXPERTS, words=words, crc32=crc32)
         for e in range(EXPERTS):
             file.verify(e)
     except CheckpointError as error:
@@ -366,7 +467,9 @@ def test_any_damaged_header_is_refused_or_harmless(template, tmp_path_factory, a
 def test_an_expert_file_of_another_shape_is_refused(folder):
     path = folder / "experts" / "0.safetensors"
     path.unlink()
-    with RunWriter(path, num_experts=1, words={"gate_up.dense": 4, "down.dense": 4}) as writer:
+    with RunWriter(
+        path, layer=0, num_experts=1, words={"gate_up.dense": 4, "down.dense": 4}
+    ) as writer:
         writer.put("gate_up.dense", 0, np.zeros(4, np.uint32))
         writer.put("down.dense", 0, np.zeros(4, np.uint32))
     with pytest.raises(
@@ -379,7 +482,7 @@ def test_an_expert_file_of_another_shape_is_refused(folder):
 def test_an_expert_file_without_a_run_is_refused(folder):
     path = folder / "experts" / "0.safetensors"
     path.unlink()
-    with RunWriter(path, num_experts=1, words={"down.dense": 4}) as writer:
+    with RunWriter(path, layer=0, num_experts=1, words={"down.dense": 4}) as writer:
         writer.put("down.dense", 0, np.zeros(4, np.uint32))
     with pytest.raises(CheckpointError, match=r"tensor 'gate_up\.dense' in .*: missing"):
         Checkpoint.open(folder).expert_runs(0)

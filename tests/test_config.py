@@ -211,6 +211,11 @@ FEED_FORWARD = "segments.1.period.0.feed_forward"
         ("vocab_size", None, "vocab_size: "),
         ("norm_epsilon", float("nan"), "norm_epsilon: "),
         ("norm_epsilon", -1e-6, "norm_epsilon: "),
+        ("norm_epsilon", 2e38, "norm_epsilon: .*less than or equal to 10{38}"),
+        ("hidden_size", 2**31, "hidden_size: .*less than or equal to 2147483647"),
+        ("segments.0.period.0.attention.scale", 1e300, "attention.scale: .*less than or equal to"),
+        ("segments.0.period.0.attention.rope.theta", 1e300, "rope.theta: .*less than or equal to"),
+        ("segments.0.period.0.attention.window", 2**31, "attention.window: .*less than or equal"),
         ("dtype", "float16", "dtype: Input should be 'bfloat16' or 'float32'"),
         ("segments.0.repeats", -1, "segments.0.repeats: "),
         ("segments.0.period.0.attention.window", 0, "segments.0.period.0.attention.window: "),
@@ -225,6 +230,11 @@ FEED_FORWARD = "segments.1.period.0.feed_forward"
 def test_a_wrong_value_is_refused_with_its_place(path: str, value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=f"^model configuration: .*{where}"):
         config_from_json(changed(path, value))
+
+
+def test_layers_are_counted_before_they_are_listed() -> None:
+    with pytest.raises(ConfigError, match="family: 1000000002 layers, at most 4096 are read"):
+        config_from_json(changed("segments.0.repeats", 10**9))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """The built-in model through `LLM`: what Hugging Face computes, and what users rely on."""
 
+import concurrent.futures
 import itertools
 import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from moejax.errors import CapacityError, CheckpointError, ConfigError, RequestError
@@ -79,7 +81,7 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one_piece(llm):
     assert whole.outputs[0].token_ids[0] == alone.outputs[0].token_ids[-1]
 
 
-@pytest.mark.shows("Python", "temperature, top-p, seeds that do not depend on the batch")
+@pytest.mark.shows("Python", "temperature, top-p, seeds; in float32 independent of the batch")
 def test_a_seed_gives_the_same_text_alone_and_in_company(llm):
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=12)
     others = SamplingParams(temperature=1.0, max_tokens=12)
@@ -165,12 +167,70 @@ def test_nothing_is_held_after_requests_have_ended_or_failed(llm):
         ({"prompt_token_ids": [8192]}, "8192 is not in the vocabulary of 8192"),
         ({"prompt_token_ids": [-1]}, "-1 is not in the vocabulary"),
         ({"text": "x"}, "prompt_token_ids"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids must be a list of integers, got 'ab'"),
+        ({"prompt_token_ids": None}, "prompt_token_ids must be a list of integers, got None"),
+        ({"prompt_token_ids": [1.9]}, r"prompt_token_ids\[0\] must be an integer, got 1.9"),
+        ({"prompt_token_ids": [10**5000]}, "a value of type int is not in the vocabulary"),
+        (
+            {"prompt_token_ids": [1], "forced_token_ids": ["5"]},
+            r"forced_token_ids\[0\] must be an integer, got '5'",
+        ),
+        (
+            {"prompt_token_ids": [1], "forced_token_ids": None},
+            "forced_token_ids must be a list of integers, got None",
+        ),
+        ({"prompt": "x", "multi_modal_data": {}}, r"prompts\[0\] has 'multi_modal_data', which"),
+        ({"prompt": 5}, r"prompts\[0\]: prompt must be a text, got 5"),
+        (5, r"prompts\[0\] must be a text or .*, got 5"),
     ],
 )
 def test_wrong_prompts_are_refused(llm, prompt, text):
     with pytest.raises(RequestError, match=text):
         llm.generate([prompt], GREEDY)
     assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"x", iter(["x"])])
+def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
+    with pytest.raises(RequestError, match="prompts must be a text, .* or a list of it, got"):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"max_tokens": 1}, "sampling_params must be SamplingParams .*, got {'max_tokens': 1}"),
+        (5, "sampling_params must be SamplingParams .*, got 5"),
+        ([None], r"sampling_params\[0\] must be SamplingParams, got None"),
+        ([GREEDY, GREEDY], "1 prompts, but 2 sampling parameters"),
+        (SamplingParams(stop_token_ids=[5, 8192]), "stop_token_ids: 8192 is not in the vocabulary"),
+    ],
+)
+def test_wrong_sampling_parameters_are_refused(llm, params, text):
+    with pytest.raises(RequestError, match=text):
+        llm.generate("x", params)
+    assert not llm.engine.has_unfinished()
+
+
+def test_prompts_come_as_texts_and_arrays(llm):
+    ids = llm.get_tokenizer().encode("Once upon")
+    prompts = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": np.array(ids)}]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 3
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read_whole(llm):
+    with pytest.raises(CapacityError, match="its first .* tokens already; max_model_len = 256"):
+        llm.generate("no " * 5_000_000, GREEDY)
+
+
+def test_threads_may_call_at_the_same_time(llm):
+    def complete(row):
+        return llm.generate(row["text"], GREEDY)[0].outputs[0].token_ids
+
+    rows = REFERENCE * 3
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(complete, rows)) == [row["token_ids"] for row in rows]
 
 
 @pytest.mark.shows("Python", "`LLM.chat` through the model's chat template")
@@ -184,6 +244,55 @@ def test_chat_answers_through_the_template(llm):
     assert len(both) == 2
 
 
+def test_chat_takes_text_parts_as_the_server_does(llm):
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    output = llm.chat([{"role": "user", "content": content}], GREEDY)[0]
+    assert "user\na\nb<|im_end|>" in output.prompt
+
+
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (None, "messages must be a list of messages .*, got None"),
+        (HELLO, "messages must be a list of messages .*, got {'"),
+        (iter([HELLO]), "messages must be a list of messages .*, got <"),
+        ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
+        ([[HELLO], [{"role": "user"}]], r"messages\[1\]\[0\] has no content"),
+        ([None], r"messages\[0\] must be a list of messages, got None"),
+        ([[]], "messages is empty"),
+    ],
+)
+def test_wrong_messages_are_refused(llm, messages, text):
+    with pytest.raises(RequestError, match=text):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("tokenize", True, "tokenize=True is not supported"),
+        ("self", 1, "self=1 is not supported"),
+        ("continue_final_message", True, "continue_final_message=True is not supported"),
+        ("tools", [{}], r"tools=\[{}\] is not supported"),
+        ("lora_request", 1, "lora_request=1 is not supported"),
+        ("max_tokens", 5, "max_tokens is set in SamplingParams"),
+        ("chat_template_kwargs", {"self": 1}, "may not set self"),
+        ("chat_template_kwargs", 5, "chat_template_kwargs must be a mapping"),
+    ],
+)
+def test_what_no_template_would_see_is_refused_by_name(llm, name, value, text):
+    with pytest.raises(RequestError, match=text):
+        llm.chat([HELLO], GREEDY, **{name: value})
+
+
+def test_chat_takes_what_asks_for_nothing(llm):
+    options = {"tools": None, "continue_final_message": False, "chat_template_kwargs": {"x": 1}}
+    assert llm.chat([HELLO], GREEDY, **options)[0].finished
+
+
 def test_default_sampling_is_that_of_the_card(llm):
     params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_p) == (0.8, 0.95)
@@ -193,6 +302,7 @@ def test_default_sampling_is_that_of_the_card(llm):
 def test_the_plan_adds_up_to_the_budget(llm):
     memory = llm.engine.memory
     kinds = memory.dense + memory.experts + memory.kv + memory.workspace + memory.staging
+    kinds += memory.tables
     assert kinds <= memory.budget == 256 << 20
     assert memory.kv_tokens >= 256
 
@@ -200,7 +310,8 @@ def test_the_plan_adds_up_to_the_budget(llm):
 @pytest.mark.shows("memory", "a model that does not fit is refused with the numbers")
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
     with pytest.raises(
-        CapacityError, match=r"needs at least .*\(experts .*, one KV block .* budget is 10.00 MiB"
+        CapacityError,
+        match=r"needs at least .*\(max_model_len\): experts .*, one KV block .* budget is 10.00 MiB",
     ):
         LLM(memory_budget=10 << 20)
 
@@ -224,6 +335,12 @@ def test_wrong_settings_are_refused_by_name(tmp_path):
         LLM(max_num_seqs=0)
     with pytest.raises(ConfigError, match="more than the model's 1024 positions"):
         LLM(max_model_len=4096)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is no setting; these are: dtype"):
+        LLM(gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="model must be the path of a folder, got 5"):
+        LLM(5)
+    with pytest.raises(ConfigError, match="has more than 40 digits"):
+        LLM(memory_budget="9" * 5000)
     with pytest.raises(CheckpointError, match="nothing"):
         LLM(tmp_path / "nothing")
 

@@ -1,4 +1,4 @@
-"""README.md says what the tests show."""
+"""README.md says what the tests and the results show."""
 
 import json
 import pathlib
@@ -6,26 +6,32 @@ import pathlib
 import table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def newest(name: str) -> dict[str, dict]:
+    """Model → its last line in a file of results."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
+    return {row["model"]: row for row in map(json.loads, lines)}
 
 
 def test_the_table_of_what_works_is_that_of_the_tests():
     assert table.in_readme() == table.expected(), "run: make table"
 
 
-def test_quoted_figures_stand_in_the_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_quoted_perplexities_stand_in_the_results():
+    rows = newest("perplexity")
+    quoted = ", ".join(f"{rows[model]['perplexity']:.4f}" for model in ("demo", "ref", "wide"))
+    assert f"| {quoted} |" in TEXT
 
-    def results(name: str) -> list[dict]:
-        lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
 
-    for row in results("perplexity"):
-        assert f"{row['perplexity']:.4f}" in text, row
-    tokens = results("device_tokens")
-    assert (
-        f"{sum(r['tokens'] for r in tokens):,} of {sum(r['tokens'] for r in tokens):,} equal"
-        in text
-    )
-    assert all(row["equal"] == row["sequences"] for row in tokens)
-    chat = results("compare_chat")[-1]
-    assert f"{chat['equal']} of {chat['answers']} equal" in text
+def test_the_quoted_tokens_of_devices_stand_in_the_results():
+    rows = newest("device_tokens").values()
+    tokens = sum(row["tokens"] for row in rows)
+    assert f"{tokens:,} of {tokens:,} equal" in TEXT
+    assert all(row["equal"] == row["sequences"] for row in rows)
+
+
+def test_the_quoted_answers_stand_in_the_results():
+    row = newest("compare_chat")["smollm2"]
+    assert f"{row['equal']} of {row['answers']} equal" in TEXT

@@ -3,10 +3,11 @@
 import fcntl
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from moejax.arena import format
-from moejax.checkpoint import layout
+from moejax.checkpoint import layout, manifest
 from moejax.errors import CheckpointError
 from moejax_converters.convert import convert
 
@@ -19,9 +20,9 @@ def converted(source: Path | str, *, progress: bool = True) -> Path:
     call this before `jax.distributed.initialize`.
     """
     source = Path(source)
-    if layout.manifest_path(source).is_file():
+    if os.path.isfile(layout.manifest_path(source)):
         return source
-    if not source.is_dir():
+    if not os.path.isdir(source):
         raise CheckpointError(
             f"{source}: no such folder; a model is a folder, from moejax-convert or Hugging Face"
         )
@@ -31,7 +32,8 @@ def converted(source: Path | str, *, progress: bool = True) -> Path:
             "nor config.json of Hugging Face is in it"
         )
     root = cache_folder()
-    name = f"{source.resolve().name}-{_key(source)}"
+    # Short and plain, whatever the folder is called: the key tells two of them apart.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", source.resolve().name)[:64] + f"-{_key(source)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -60,9 +62,9 @@ def cache_folder() -> Path:
 
 def _key(source: Path) -> str:
     """Changes when the folder, a file in it or our format changes."""
-    lines = [str(source.resolve()), str(format.VERSION)]
+    lines = [str(source.resolve()), str(format.VERSION), *manifest.KEYS]
     for path in sorted(source.iterdir()):
         if path.is_file():
             stat = path.stat()
             lines.append(f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]

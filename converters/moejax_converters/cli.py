@@ -46,3 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moejax-convert: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

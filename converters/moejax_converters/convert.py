@@ -10,7 +10,7 @@ import numpy as np
 import tqdm
 from jaxtyping import Shaped
 
-from moejax.arena import format
+from moejax.arena import format, geometry
 from moejax.checkpoint import CheckpointWriter, ExpertFile, layout
 from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.config import ModelConfig
@@ -32,14 +32,17 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
     """
     folder = Source(source)
     config = families.source_config(folder)
+    # What no engine could load is refused here, not after the work.
+    geometry.choose_geometry(config, config.dtype)
     table = families.tensor_rules(config)
     pieces = rules.resolve(folder.tensors, table, config)
     _check_copies(folder, table, pieces)
-    settings = generation.generation_settings(folder)
+    settings = generation.generation_settings(folder, config.vocab_size)
     if widened := _widened(pieces, config):
         _log.warning("%s weights are stored as float32, which holds them exactly", widened)
     with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
         writer = CheckpointWriter(partial)
+        generation.copy_tokenizer(folder.folder, partial)
         for name, names in targets.dense_stacks(config).items():
             parts = [pieces[part] for part in names]
             writer.put_dense(name, _stack(folder, parts, config, stacked=name != names[0]))
@@ -49,7 +52,6 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
                 for expert in range(config.moe.router.num_experts):
                     parts = _put_expert(folder, pieces, file, layer, expert, config)
                     bar.update(sum(_num_bytes(part) for part in parts))
-        generation.copy_tokenizer(folder.folder, partial)
         writer.finish(config, settings)
 
 

@@ -52,7 +52,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
             expert_width=fields.integer("intermediate_size"),
         ),
     )
-    return hf_config.decoder("olmoe", fields, [layer] * fields.integer("num_hidden_layers"))
+    return hf_config.decoder("olmoe", fields, [layer] * hf_config.num_layers(fields))
 
 
 def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:

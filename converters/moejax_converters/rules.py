@@ -88,8 +88,9 @@ def resolve(
     tensors: Mapping[str, StoredTensor], rules: Sequence[Rule | Skip], config: ModelConfig
 ) -> dict[str, Piece]:
     """Target → where it lies. Raises CheckpointError with a list of all that does not fit."""
-    expected = targets.expected_tensors(config)
     compiled = [(re.compile(rule.source), rule) for rule in rules]
+    _check_routers(tensors, compiled, config)
+    expected = targets.expected_tensors(config)
     pieces: dict[str, Piece] = {}
     errors = []
     for name, tensor in tensors.items():
@@ -120,6 +121,34 @@ def resolve(
     if errors:
         raise CheckpointError(_listing(errors))
     return pieces
+
+
+def _check_routers(
+    tensors: Mapping[str, StoredTensor],
+    compiled: Sequence[tuple[re.Pattern[str], Rule | Skip]],
+    config: ModelConfig,
+) -> None:
+    """Refuses a wrong number of layers or experts before as many targets are listed."""
+    num_experts = config.moe.router.num_experts
+    missing = {f"layers.{layer}.feed_forward.router.weight" for layer in config.moe_layers}
+    for regexp, rule in compiled:
+        if isinstance(rule, Skip) or not rule.target.endswith(".feed_forward.router.weight"):
+            continue
+        for name, tensor in tensors.items():
+            if (match := regexp.fullmatch(name)) is None:
+                continue
+            if tensor.shape[:1] != (num_experts,):
+                raise CheckpointError(
+                    f"tensor '{name}' in {tensor.path}: shape {list(tensor.shape)}, "
+                    f"but config.json says that there are {num_experts} experts"
+                )
+            missing.discard(match.expand(rule.target))
+    if missing:
+        first = min(missing, key=lambda target: (len(target), target))
+        raise CheckpointError(
+            f"no tensor for {first}: {len(missing)} of {len(config.moe_layers)} layers with "
+            "experts have no router, but config.json says that there are so many layers"
+        )
 
 
 def _expand(target: str, tensor: StoredTensor, config: ModelConfig) -> Iterator[tuple[str, Piece]]:

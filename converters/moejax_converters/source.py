@@ -4,8 +4,8 @@ Headers of all shards are read at once, data only when asked for. This is the on
 knows the layout of such a folder.
 """
 
-import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from moejax.checkpoint import tensor_file
+from moejax.checkpoint import strict_json, tensor_file
 from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.errors import CheckpointError
 
@@ -34,7 +34,8 @@ class Source:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
+        # Those of os say no to a name that no file can have; those of Path raise.
+        if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: no such folder")
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(f"{self.folder} is not a Hugging Face folder: no config.json")
@@ -75,12 +76,7 @@ class Source:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    data = strict_json.read(path)
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return data
@@ -91,7 +87,8 @@ def _refuse_quantized(config: dict[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CheckpointError(
-            f"quantized checkpoints are not supported yet (quantization_config: {method})"
+            f"model type '{config.get('model_type')}': quantized checkpoints are not supported yet "
+            f"(quantization_config: {method})"
         )
 
 
@@ -119,6 +116,10 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"tensor '{name}' is both in {tensors[name].path} and in {tensor.path}"
                 )
+            if index and name not in index:
+                raise CheckpointError(
+                    f"tensor '{name}' is in {tensor.path}, but {_INDEX} does not list it"
+                )
             tensors[name] = tensor
     for name, shard in index.items():
         if name not in tensors or tensors[name].path.name != shard:
@@ -129,7 +130,7 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name → file name; empty where there is no index."""
     path = folder / _INDEX
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

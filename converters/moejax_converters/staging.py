@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import time
@@ -13,6 +14,8 @@ from moejax.errors import CheckpointError
 
 # A folder is locked right after it was made; until then nobody must take it for abandoned.
 _GRACE_SECONDS = 60
+# File systems allow 255; the folder is made under a longer name first.
+_MAX_NAME_BYTES = 255 - len("..partial-") - 32
 
 
 @contextlib.contextmanager
@@ -21,7 +24,8 @@ def staged(target: Path) -> Iterator[Path]:
 
     It is removed if the body fails. What a killed process left is removed by the next one.
     """
-    if target.exists() or target.is_symlink():
+    _check_name(target)
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: it is not overwritten")
     folder = target.parent / f"{_prefix(target)}{uuid.uuid4().hex}"
     lock = None
@@ -44,12 +48,27 @@ def staged(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+def _check_name(target: Path) -> None:
+    """Refuses what cannot be the name of a folder, before anything is made beside it."""
+    try:
+        size = len(target.name.encode())
+        str(target).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"cannot write {str(target)!r}: the name is not UTF-8") from error
+    if "\0" in str(target):
+        raise CheckpointError(f"cannot write {str(target)!r}: the name holds a NUL")
+    if size > _MAX_NAME_BYTES:
+        raise CheckpointError(
+            f"cannot write {target}: the name has {size} bytes, at most {_MAX_NAME_BYTES}"
+        )
+
+
 def _prefix(target: Path) -> str:
     return f".{target.name}.partial-"
 
 
 def _remove_abandoned(target: Path) -> None:
-    for folder in target.parent.glob(f"{_prefix(target)}*"):
+    for folder in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime < _GRACE_SECONDS:
                 continue

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 from moejax import config as model_config
 from moejax.arena import format
-from moejax.checkpoint import layout
+from moejax.checkpoint import generation as generation_settings
+from moejax.checkpoint import layout, strict_json
 from moejax.config import ModelConfig
 from moejax.errors import CheckpointError, ConfigError
 
-_KEYS = {"format_version", "config", "generation", "dense"}
+KEYS = ("config", "crc32", "dense", "experts", "format_version", "generation")
+"""What `moejax.json` holds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +38,17 @@ class Manifest:
     """eos_token_ids, and what the source gave of: temperature, top_p, top_k, min_p, bos_token_id,
     pad_token_id."""
     dense: dict[str, DenseTensor]
+    experts: dict[int, int]
+    """Layer → the CRC-32 of the CRCs of its runs."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `moejax.json`."""
+    config = model_config.config_to_json(manifest.config)
     data = {
         "format_version": format.VERSION,
-        "config": model_config.config_to_json(manifest.config),
+        "crc32": f"{_crc32(config, manifest.generation):08x}",
+        "config": config,
         "generation": manifest.generation,
         "dense": {
             name: {
@@ -51,6 +58,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             }
             for name, tensor in sorted(manifest.dense.items())
         },
+        "experts": {str(layer): f"{crc:08x}" for layer, crc in sorted(manifest.experts.items())},
     }
     with layout.manifest_path(folder).open("x", encoding="utf-8") as file:
         file.write(json.dumps(data, indent=1) + "\n")
@@ -62,38 +70,68 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks `moejax.json`. Raises CheckpointError, in one line."""
     path = layout.manifest_path(folder)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        path.stat()
+    except (OSError, ValueError) as error:  # ValueError: no name of a file, with a NUL in it
+        reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{folder} is not a moejax checkpoint: {path.name}: {error.strerror}"
+            f"{folder} is not a moejax checkpoint: {path.name}: {reason}"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
-    version = data.get("format_version") if isinstance(data, dict) else None
-    if version != format.VERSION:
+    data = strict_json.read(path)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    version = data.get("format_version")
+    if type(version) is not int or version != format.VERSION:
         raise CheckpointError(
-            f"{path}: format version {version}, this moejax reads {format.VERSION}: "
+            f"{path}: format version {version!r}, this moejax reads {format.VERSION}: "
             "convert the model again"
         )
-    if set(data) != _KEYS:
-        raise CheckpointError(f"{path}: needs the keys {sorted(_KEYS)}, has {sorted(data)}")
+    if sorted(data) != sorted(KEYS):
+        raise CheckpointError(
+            f"{path}: needs the keys {sorted(KEYS)}, has {sorted(data)}: convert the model again"
+        )
     try:
         config = model_config.config_from_json(data["config"])
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    if fault := generation_settings.fault(data["generation"], config.vocab_size):
+        raise CheckpointError(f"{path}: generation: {fault}")
     try:
         dense = {name: _dense_tensor(entry) for name, entry in data["dense"].items()}
-        generation = dict(data["generation"])
+        experts = {n: strict_json.parse_crc32(crc) for n, crc in data["experts"].items()}
+        needed = strict_json.parse_crc32(data["crc32"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: broken entry ({error!r})") from error
-    return Manifest(config=config, generation=generation, dense=dense)
+    if (crc := _crc32(data["config"], data["generation"])) != needed:
+        raise CheckpointError(
+            f"{path}: config or generation is not as it was written "
+            f"(CRC-32 {crc:08x}, needed {needed:08x}): convert the model again"
+        )
+    layers = {str(layer): layer for layer in config.moe_layers}
+    if set(experts) != set(layers):
+        raise CheckpointError(
+            f"{path}: experts of the layers {list(experts)}, needed {list(layers)}"
+        )
+    return Manifest(
+        config=config,
+        generation=data["generation"],
+        dense=dense,
+        experts={layers[name]: crc for name, crc in experts.items()},
+    )
+
+
+def _crc32(config: Any, generation: Any) -> int:
+    """Of the two as one JSON text: sorted keys, no blanks, ASCII."""
+    both = {"config": config, "generation": generation}
+    return zlib.crc32(json.dumps(both, sort_keys=True, separators=(",", ":")).encode("ascii"))
 
 
 def _dense_tensor(entry: dict[str, Any]) -> DenseTensor:
     if entry["dtype"] not in format.DTYPES:
         raise ValueError(f"dtype {entry['dtype']}")
+    if not all(type(n) is int and n > 0 for n in entry["shape"]):
+        raise ValueError(f"shape {entry['shape']}")
     return DenseTensor(
-        shape=tuple(int(n) for n in entry["shape"]),
+        shape=tuple(entry["shape"]),
         dtype=entry["dtype"],
-        crc32=int(entry["crc32"], 16),
+        crc32=strict_json.parse_crc32(entry["crc32"]),
     )

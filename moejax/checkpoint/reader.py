@@ -99,7 +99,9 @@ class Checkpoint:
             }
             self._expert_files[layer] = open_run_file(
                 layout.experts_path(self.folder, layer),
+                layer=layer,
                 num_experts=self.config.moe.router.num_experts,
                 words=words,
+                crc32=self._manifest.experts[layer],
             )
         return self._expert_files[layer]

@@ -1,21 +1,22 @@
 """A file of runs: a safetensors file with one `uint32[experts, words]` tensor per kind of run.
 
-The CRC-32 of every run stands in the header, which is written last: its size is known before, since
-each CRC takes eight hexadecimal digits. Data start at a multiple of 4096 bytes.
+The number of the layer and the CRC-32 of every run stand in the header, which is written last: its
+size is known before, since each CRC takes eight hexadecimal digits. Data start at a multiple of
+4096 bytes. `crc32` is the one number that binds a file to its checkpoint.
 """
 
 import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from jaxtyping import UInt32
 
-from moejax.checkpoint import tensor_file
+from moejax.checkpoint import strict_json, tensor_file
 from moejax.errors import CheckpointError
 
 _ALIGNMENT = 4096
@@ -24,8 +25,11 @@ _ALIGNMENT = 4096
 class RunWriter:
     """Writes the runs of the experts of one layer, in any order, one in memory at a time."""
 
-    def __init__(self, path: Path, *, num_experts: int, words: Mapping[str, int]) -> None:
+    def __init__(
+        self, path: Path, *, layer: int, num_experts: int, words: Mapping[str, int]
+    ) -> None:
         self.path = path
+        self._layer = layer
         self._num_experts = num_experts
         self._words = dict(words)
         self._crcs: dict[str, list[int | None]] = {name: [None] * num_experts for name in words}
@@ -60,6 +64,11 @@ class RunWriter:
         self._file.write(data)
         self._crcs[name][expert] = zlib.crc32(data)
 
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of the CRCs of all runs, once they are written."""
+        return _crc_of_crcs({n: [crc or 0 for crc in crcs] for n, crcs in self._crcs.items()})
+
     def _finish(self) -> None:
         for name, crcs in self._crcs.items():
             if None in crcs:
@@ -79,7 +88,8 @@ class RunWriter:
 
     def _header(self) -> bytes:
         entries: dict[str, object] = {
-            "__metadata__": {
+            "__metadata__": {"layer": str(self._layer)}
+            | {
                 f"{name}.crc32": " ".join(f"{crc or 0:08x}" for crc in crcs)
                 for name, crcs in self._crcs.items()
             }
@@ -116,9 +126,16 @@ class RunFile:
                 )
 
 
-def open_run_file(path: Path, *, num_experts: int, words: Mapping[str, int]) -> RunFile:
-    """Maps the runs of a file, after checking that it holds these, in full."""
+def open_run_file(
+    path: Path, *, layer: int, num_experts: int, words: Mapping[str, int], crc32: int
+) -> RunFile:
+    """Maps the runs of a file, after checking that it holds these, in full.
+
+    `crc32` is that of the writer.
+    """
     header = tensor_file.read_header(path)
+    if (found := header.metadata.get("layer")) != str(layer):
+        raise CheckpointError(f"{path}: holds the experts of layer {found}, needed layer {layer}")
     runs: dict[str, np.ndarray] = {}
     crcs: dict[str, tuple[int, ...]] = {}
     for name, run_words in words.items():
@@ -132,12 +149,23 @@ def open_run_file(path: Path, *, num_experts: int, words: Mapping[str, int]) -> 
                 f"needed U32 {list(shape)}"
             )
         try:
-            crcs[name] = tuple(int(crc, 16) for crc in header.metadata[f"{name}.crc32"].split())
-        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            listed = header.metadata[f"{name}.crc32"].split()
+            crcs[name] = tuple(strict_json.parse_crc32(crc) for crc in listed)
+        except (KeyError, ValueError) as error:
             raise CheckpointError(f"tensor '{name}' in {path}: no CRC-32 in the header") from error
         if len(crcs[name]) != num_experts:
             raise CheckpointError(
                 f"tensor '{name}' in {path}: {len(crcs[name])} CRC-32 for {num_experts} experts"
             )
         runs[name] = np.memmap(path, "<u4", mode="r", offset=tensor.offset, shape=shape)
+    if (crc := _crc_of_crcs(crcs)) != crc32:
+        raise CheckpointError(
+            f"{path}: not the file that belongs to this checkpoint "
+            f"(CRC-32 of its runs {crc:08x}, needed {crc32:08x})"
+        )
     return RunFile(path, runs, crcs)
+
+
+def _crc_of_crcs(crcs: Mapping[str, Sequence[int]]) -> int:
+    """Kinds of runs by name; of each, the experts in order, as `uint32`, little endian."""
+    return zlib.crc32(b"".join(np.asarray(crcs[name], "<u4").tobytes() for name in sorted(crcs)))

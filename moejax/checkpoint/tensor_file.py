@@ -1,15 +1,16 @@
 """The header of a safetensors file: where each tensor lies, without reading any data.
 
 Eight bytes hold the length of a JSON object, little endian; the object maps names to dtype, shape
-and the bytes `[start, end)` that count from the end of the header.
+and the bytes `[start, end)` that count from the end of the header. The tensors cover every byte
+after it exactly once.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from moejax.checkpoint import strict_json
 from moejax.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -71,30 +72,60 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
-    except (ValueError, AttributeError, TypeError) as error:
+        entries = strict_json.parse(text)
+    except ValueError as error:
         raise CheckpointError(f"{path}: the header is not a JSON object ({error})") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ is not a map of strings")
     tensors = {
         name: _stored_tensor(name, entry, path, 8 + size, file_bytes)
         for name, entry in entries.items()
     }
+    _check_cover(path, tensors, 8 + size, file_bytes)
     return Header(tensors, metadata)
 
 
+def _check_cover(path: Path, tensors: dict[str, StoredTensor], base: int, file_bytes: int) -> None:
+    at, before = base, "the header"
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
+        if tensor.offset < at:
+            raise CheckpointError(
+                f"tensor '{tensor.name}' in {path}: starts at byte {tensor.offset}, "
+                f"but {before} ends at byte {at}: they overlap"
+            )
+        if tensor.offset > at:
+            raise CheckpointError(
+                f"tensor '{tensor.name}' in {path}: starts at byte {tensor.offset}, "
+                f"but {before} ends at byte {at}: the bytes between belong to no tensor"
+            )
+        at, before = tensor.offset + tensor.num_bytes, f"'{tensor.name}'"
+    if at != file_bytes:
+        raise CheckpointError(
+            f"{path}: {before} ends at byte {at} of a file of {file_bytes} bytes: "
+            "the bytes after it belong to no tensor"
+        )
+
+
 def _stored_tensor(name: str, entry: Any, path: Path, base: int, file_bytes: int) -> StoredTensor:
-    try:
-        dtype = str(entry["dtype"])
-        shape = tuple(int(n) for n in entry["shape"])
-        start, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"tensor '{name}' in {path}: broken header entry {entry}") from error
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if (
+        not isinstance(dtype, str)
+        or not _are_integers(shape)
+        or not _are_integers(offsets)
+        or len(offsets) != 2
+    ):
+        raise CheckpointError(f"tensor '{name}' in {path}: broken header entry {entry}")
+    start, end = offsets
     if dtype not in ITEM_SIZES:
         raise CheckpointError(f"tensor '{name}' in {path}: dtype {dtype} is not supported")
     needed = math.prod(shape) * ITEM_SIZES[dtype]
     if min(shape, default=1) < 0 or start < 0 or end - start != needed:
         raise CheckpointError(
-            f"tensor '{name}' in {path}: {dtype} {list(shape)} needs {needed} bytes, "
+            f"tensor '{name}' in {path}: {dtype} {shape} needs {needed} bytes, "
             f"the header gives it {start} to {end}"
         )
     if base + end > file_bytes:
@@ -104,8 +135,15 @@ def _stored_tensor(name: str, entry: Any, path: Path, base: int, file_bytes: int
     return StoredTensor(
         name=name,
         dtype=dtype,
-        shape=shape,
+        shape=tuple(shape),
         path=path,
         offset=base + start,
         num_bytes=end - start,
+    )
+
+
+def _are_integers(value: Any) -> TypeGuard[list[int]]:
+    # In Python, true is an int too.
+    return isinstance(value, list) and all(
+        type(item) is int and abs(item) < 1 << 63 for item in value
     )

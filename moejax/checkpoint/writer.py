@@ -9,6 +9,7 @@ from jaxtyping import Shaped
 
 from moejax.arena import format
 from moejax.checkpoint import dense, layout
+from moejax.checkpoint import generation as generation_settings
 from moejax.checkpoint.manifest import DenseTensor, Manifest, write_manifest
 from moejax.checkpoint.run_file import RunWriter
 from moejax.config import ModelConfig
@@ -20,6 +21,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._dense: dict[str, DenseTensor] = {}
+        self._experts: dict[int, ExpertFile] = {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "dense").mkdir()
         (folder / "experts").mkdir()
@@ -45,17 +47,28 @@ class CheckpointWriter:
         dtype: str,
     ) -> "ExpertFile":
         """The file of a layer's experts; a context manager. Shapes are stored rows × columns."""
-        return ExpertFile(
+        self._experts[layer] = ExpertFile(
             layout.experts_path(self.folder, layer),
+            layer=layer,
             num_experts=num_experts,
             shapes={"gate_up": gate_up_shape, "down": down_shape},
             dtype=dtype,
         )
+        return self._experts[layer]
 
     def finish(self, config: ModelConfig, generation: dict[str, Any]) -> None:
         """Writes `moejax.json`, which makes the folder a checkpoint."""
+        if set(self._experts) != set(config.moe_layers):
+            raise ValueError(
+                f"experts of the layers {sorted(self._experts)} were written, "
+                f"the model has {sorted(config.moe_layers)}"
+            )
+        if fault := generation_settings.fault(generation, config.vocab_size):
+            raise ValueError(f"generation: {fault}")
+        experts = {layer: file.crc32 for layer, file in self._experts.items()}
         write_manifest(
-            self.folder, Manifest(config=config, generation=generation, dense=self._dense)
+            self.folder,
+            Manifest(config=config, generation=generation, dense=self._dense, experts=experts),
         )
 
 
@@ -63,12 +76,19 @@ class ExpertFile:
     """Writes the matrices of a layer's experts, one at a time, in any order."""
 
     def __init__(
-        self, path: Path, *, num_experts: int, shapes: dict[str, tuple[int, int]], dtype: str
+        self,
+        path: Path,
+        *,
+        layer: int,
+        num_experts: int,
+        shapes: dict[str, tuple[int, int]],
+        dtype: str,
     ) -> None:
         self._shapes = shapes
         self._dtype = dtype
         self._writer = RunWriter(
             path,
+            layer=layer,
             num_experts=num_experts,
             words={
                 f"{linear}.dense": layout.run_words(shape, dtype)
@@ -87,6 +107,11 @@ class ExpertFile:
         trace: TracebackType | None,
     ) -> None:
         self._writer.__exit__(kind, error, trace)
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of the CRCs of all runs, once they are written."""
+        return self._writer.crc32
 
     def put(
         self,

@@ -42,6 +42,8 @@ class StepOutput(NamedTuple):
     """Of these tokens; zeros unless the header wants them."""
     targets: Logprobs | None
     """Of the targets, per token of the step."""
+    finite: Bool[Array, " rows"]
+    """Whether a row's logits are all numbers: of NaN, from broken weights, token 0 is taken."""
 
 
 def step(
@@ -66,8 +68,9 @@ def step(
 
     fields = control["rows"]
     last = jnp.clip(batch.starts + batch.lengths - 1, 0, len(batch.tokens) - 1)
+    logits = decoder.logits(hidden[last])
     tokens, logprobs = choose(
-        decoder.logits(hidden[last]),
+        logits,
         _sampling_rows(fields, batch),
         fields[:, Field.FORCED],
         control["header"][Header.WANT_LOGPROBS] > 0,
@@ -80,7 +83,8 @@ def step(
         pages=pages[None],
         last_tokens=state.last_tokens.at[at].set(tokens, mode="drop"),
     )
-    return state, StepOutput(tokens, logprobs, targets)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    return state, StepOutput(tokens, logprobs, targets, finite)
 
 
 def _sampled(fields: Int32[Array, "rows fields"], batch: Batch) -> Bool[Array, " rows"]:

@@ -1,7 +1,11 @@
 """Serving of Mixture-of-Experts models: `from moejax_serving import LLM, SamplingParams`."""
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+from moejax_serving.environment import prepare_environment
 
 if TYPE_CHECKING:
     from moejax_serving.config import EngineConfig as EngineConfig
@@ -26,4 +30,7 @@ def __getattr__(name: str) -> Any:
     """Imports public names when they are used: the command line must not wait for jax."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "LLM" and "jax" not in sys.modules:
+        # On a machine without a GPU, jax would report what its CUDA wheels miss.
+        prepare_environment(os.environ)
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -3,17 +3,18 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import RequestError
 from moejax_serving.async_engine import AsyncEngine
-from moejax_serving.chat_template import RESERVED
+from moejax_serving.chat_template import flatten_messages
 from moejax_serving.generation import (
     Prompt,
     build_params,
     chosen_logprobs,
     count_usage,
+    encode_prompt,
     finite,
     fit_max_tokens,
     generate_all,
@@ -21,7 +22,7 @@ from moejax_serving.generation import (
     token_name,
 )
 from moejax_serving.outputs import CompletionOutput, Logprob
-from moejax_serving.protocol import ChatBody, ContentPart, Message
+from moejax_serving.protocol import ChatBody, Message
 from moejax_serving.sampling_params import MAX_LOGPROBS
 
 
@@ -83,50 +84,27 @@ def _count_top_logprobs(body: ChatBody) -> int | None:
 
 
 def _read_prompt(engine: AsyncEngine, body: ChatBody) -> Prompt:
-    tokenizer = require_tokenizer(engine, "messages")
-    variables = body.chat_template_kwargs or {}
-    if taken := sorted(RESERVED & variables.keys()):
-        raise RequestError(
-            f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
-        )
-    messages = [_flatten(index, message) for index, message in enumerate(body.messages)]
-    text = tokenizer.apply_chat_template(
-        messages,
+    text = require_tokenizer(engine, "messages").render_chat(
+        flatten_messages([_as_dict(message) for message in body.messages]),
+        body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt is not False,
-        tokenize=False,
-        **variables,
     )
-    assert isinstance(text, str)
-    return Prompt(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
+    add = bool(body.add_special_tokens)
+    return encode_prompt(engine, text, add_special_tokens=add, param="messages")
 
 
-def _flatten(index: int, message: Message) -> dict[str, Any]:
-    """The message with its text in one string, as most templates expect it."""
-    flat = message.model_dump(exclude_none=True)
+def _as_dict(message: Message) -> dict[str, Any]:
+    """The message without nulls. pydantic's own dump fails where further keys are nested deep."""
+    found = {key: value for key, value in message if value is not None}
     if isinstance(message.content, list):
-        flat["content"] = "\n".join(_texts(index, message.content))
-    return flat
-
-
-def _texts(index: int, parts: Sequence[ContentPart]) -> list[str]:
-    texts = []
-    for number, part in enumerate(parts):
-        where = f"messages[{index}].content[{number}]"
-        if part.type != "text":
-            raise RequestError(
-                f"{where} is of type {part.type[:40]!r}: only parts of type 'text' are supported",
-                param=where,
-            )
-        if part.text is None:
-            raise RequestError(f"{where} has no text", param=where)
-        texts.append(part.text)
-    return texts
+        found["content"] = [dict(part) for part in message.content]
+    return found
 
 
 def _logprobs(choice: CompletionOutput, num_top: int) -> dict[str, Any]:
     content = []
     for token_id, chosen, entries in chosen_logprobs(choice):
-        likeliest = sorted(entries.items(), key=lambda item: item[1].logprob, reverse=True)
+        likeliest = sorted(entries.items(), key=lambda item: finite(item[1].logprob), reverse=True)
         top = [_entry(other_id, other) for other_id, other in likeliest[:num_top]]
         content.append({**_entry(token_id, chosen), "top_logprobs": top})
     return {"content": content}

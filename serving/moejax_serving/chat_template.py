@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 import pathlib
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,29 @@ import jinja2.parser
 import jinja2.sandbox
 
 from moejax.errors import CheckpointError, RequestError
+from moejax_serving.sampling_params import show
 
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "chat_template"})
-"""Names that a caller's template arguments may not use."""
+RESERVED = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "chat_template",
+        "self",
+        # What transformers' apply_chat_template takes for itself.
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Names that a caller's template arguments may not use: no template would see them."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -49,10 +70,10 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = types.MappingProxyType({}),
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **variables: Any,
     ) -> str:
         """The text of the conversation. `variables` are whatever else the template can read.
 
@@ -70,10 +91,12 @@ class ChatTemplate:
         values = {"documents": None, **self._special_tokens, **variables}
         try:
             return _compile(source).render(
-                messages=[_prepare(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **values,
+                {
+                    **values,
+                    "messages": [_prepare(message) for message in messages],
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(
@@ -95,6 +118,67 @@ class ChatTemplate:
             + ", ".join(sorted(self._sources)),
             param="messages",
         )
+
+
+def flatten_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
+    """The messages with their text in one string each, as most templates expect it.
+
+    Args:
+        messages: what a caller gave.
+        where: how it is called in the text of an error.
+
+    Raises:
+        RequestError: it is no list of messages, or a message holds what is not supported.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"{where} must be a list of messages, got {show(messages)}", param="messages"
+        )
+    return [_flatten(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def _flatten(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} must be {{'role': ..., 'content': ...}}, got {show(message)}",
+            param="messages",
+        )
+    if not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"{where}.role must be a text, got {show(message.get('role'))}", param="messages"
+        )
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise RequestError(
+            f"{where} has no content: a text or a list of text parts is needed",
+            param=f"{where}.content",
+        )
+    if content is None or isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(
+            f"{where}.content must be a text or a list of text parts, got {show(content)}",
+            param=f"{where}.content",
+        )
+    texts = [_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _read_part(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise RequestError(
+            f"{where} must be {{'type': 'text', 'text': ...}}, got {show(part)}", param=where
+        )
+    if part["type"] != "text":
+        raise RequestError(
+            f"{where} is of type {part['type'][:40]!r}: only parts of type 'text' are supported",
+            param=where,
+        )
+    if part.get("text") is None:
+        raise RequestError(f"{where} has no text", param=where)
+    if not isinstance(part["text"], str):
+        raise RequestError(f"{where}.text must be a text, got {show(part['text'])}", param=where)
+    return part["text"]
 
 
 class _GenerationTag(jinja2.ext.Extension):

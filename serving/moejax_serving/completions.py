@@ -11,12 +11,13 @@ from moejax_serving.async_engine import AsyncEngine
 from moejax_serving.generation import (
     Prompt,
     build_params,
+    check_num_prompts,
     chosen_logprobs,
     count_usage,
+    encode_prompt,
     finite,
     fit_max_tokens,
     generate_all,
-    require_tokenizer,
     token_name,
 )
 from moejax_serving.outputs import CompletionOutput
@@ -79,15 +80,14 @@ def _read_prompts(engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
     items = _split(body.prompt)
     if not items:
         raise RequestError("the prompt is empty: one token is needed", param="prompt")
-    add_special_tokens = body.add_special_tokens is not False
-    prompts = []
-    for item in items:
-        if isinstance(item, str):
-            tokenizer = require_tokenizer(engine, "prompt")
-            prompts.append(Prompt(tokenizer.encode(item, add_special_tokens), item))
-        else:
-            prompts.append(Prompt(item))
-    return prompts
+    check_num_prompts(engine, len(items))
+    add = body.add_special_tokens is not False
+    return [
+        encode_prompt(engine, item, add_special_tokens=add, param="prompt")
+        if isinstance(item, str)
+        else Prompt(item)
+        for item in items
+    ]
 
 
 def _split(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:

@@ -1,6 +1,7 @@
 """The engine: takes requests, runs steps, gives back results. One thread calls it."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -15,11 +16,13 @@ from moejax_serving.memory import MemoryPlan
 from moejax_serving.outputs import CompletionOutput, Logprob, RequestOutput
 from moejax_serving.pages import KvBlock, PagePool
 from moejax_serving.runner import Runner
-from moejax_serving.sampling_params import SamplingParams
+from moejax_serving.sampling_params import SamplingParams, read_token_ids, show
 from moejax_serving.scheduler import RowPlan, Scheduler, StepPlan
 from moejax_serving.sequence import Sequence
 from moejax_serving.stopping import Finish, RunningText, find_finish
 from moejax_serving.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,11 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: SequenceOf[int],
+        prompt_token_ids: Any,
         params: SamplingParams,
         prompt: str | None = None,
         *,
-        forced_token_ids: SequenceOf[int] = (),
+        forced_token_ids: Any = (),
     ) -> None:
         """Queues a request.
 
@@ -98,10 +101,11 @@ class Engine:
             RequestError: the request is wrong.
             CapacityError: it could not run even alone.
         """
-        ids = [int(token) for token in prompt_token_ids]
-        self._check_request(request_id, ids, params, forced_token_ids)
+        ids = read_token_ids("prompt_token_ids", prompt_token_ids)
+        forced = read_token_ids("forced_token_ids", forced_token_ids)
+        self._check_request(request_id, ids, params, forced)
         room = self.max_model_len - len(ids)
-        wanted = len(forced_token_ids) or params.max_tokens
+        wanted = len(forced) or params.max_tokens
         self._num_requests += 1
         seed = params.seed
         sequence = Sequence(
@@ -111,7 +115,7 @@ class Engine:
             params=params,
             max_tokens=min(wanted, room),
             seed=_mix(self._config.seed, self._num_requests) if seed is None else seed,
-            forced_token_ids=tuple(forced_token_ids),
+            forced_token_ids=tuple(forced),
         )
         if self.tokenizer is not None and params.detokenize:
             sequence.text = RunningText(self.tokenizer, params, ids)
@@ -142,9 +146,15 @@ class Engine:
         wrong = [i for i in [*ids, *forced] if not 0 <= i < self.model.vocab_size]
         if wrong:
             raise RequestError(
-                f"token id {wrong[0]} is not in the vocabulary of {self.model.vocab_size}",
+                f"token id {show(wrong[0])} is not in the vocabulary of {self.model.vocab_size}",
                 param="prompt",
             )
+        for token in params.stop_ids:
+            if token >= self.model.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids: {token} is not in the vocabulary of {self.model.vocab_size}",
+                    param="stop_token_ids",
+                )
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop strings need a tokenizer and detokenize=True", param="stop")
 
@@ -188,6 +198,9 @@ class Engine:
             token = int(output.tokens[i])
             self._add_token(sequence, token, i, output.logprobs)
             finish = self._finish(sequence, token)
+            if not output.finite[i]:
+                logger.error("request %s: the logits are not finite", sequence.request_id)
+                finish = Finish("error", None)
             if finish is not None:
                 self._sequences.pop(sequence.request_id)
                 self._release(sequence)

@@ -2,10 +2,11 @@
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.errors import MoejaxError, RequestError
+from moejax.errors import CapacityError, MoejaxError, RequestError
 from moejax_serving.async_engine import AsyncEngine
 from moejax_serving.outputs import CompletionOutput, Logprob, RequestOutput
 from moejax_serving.protocol import GenerationBody
@@ -46,6 +47,37 @@ def require_tokenizer(engine: AsyncEngine, param: str) -> Tokenizer:
     if engine.tokenizer is None:
         raise RequestError("the server has no tokenizer: send prompts as token ids", param=param)
     return engine.tokenizer
+
+
+def encode_prompt(
+    engine: AsyncEngine, text: str, *, add_special_tokens: bool, param: str
+) -> Prompt:
+    """The prompt that a text makes; `param` is the field that it came in.
+
+    Raises:
+        ContextLengthError: the text is so long that it was not read to its end.
+        RequestError: it is not Unicode, or the server has no tokenizer.
+    """
+    tokenizer = require_tokenizer(engine, param)
+    try:
+        ids = tokenizer.encode_prompt(
+            text, engine.max_model_len, add_special_tokens=add_special_tokens
+        )
+    except CapacityError as error:
+        raise ContextLengthError(str(error), param=param) from error
+    except RequestError as error:
+        raise RequestError(str(error), param=param) from error
+    return Prompt(ids, text)
+
+
+def check_num_prompts(engine: AsyncEngine, num_prompts: int) -> None:
+    """Refuses a request that the queue can never hold, before work is put into it."""
+    if num_prompts > engine.max_queued_requests:
+        raise RequestError(
+            f"{num_prompts} prompts in one request; the server holds at most "
+            f"{engine.max_queued_requests}",
+            param="prompt",
+        )
 
 
 def build_params(
@@ -107,12 +139,6 @@ async def generate_all(
     request_id: str,
 ) -> list[RequestOutput]:
     """The outputs of all prompts, or the first error: then the other prompts are aborted."""
-    if len(prompts) > engine.max_queued_requests:
-        raise RequestError(
-            f"{len(prompts)} prompts in one request; the server holds at most "
-            f"{engine.max_queued_requests}",
-            param="prompt",
-        )
     tasks = [
         asyncio.ensure_future(
             engine.generate(prompt.token_ids, param, f"{request_id}-{index}", prompt.text)
@@ -149,8 +175,8 @@ def count_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return max(logprob, _LOWEST_LOGPROB)
+    """A log-probability that JSON can hold; what is no number counts as the lowest."""
+    return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 def token_name(token_id: int, logprob: Logprob) -> str:

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
 import http
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,13 +117,27 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = error.detail
-    if message == http.HTTPStatus(error.status_code).phrase:
+    if error.status_code == 400 and error.__cause__ is not None:  # the body was not understood
+        message = f"the body is not JSON that can be read: {_explain(error.__cause__)}"
+    elif message == http.HTTPStatus(error.status_code).phrase:
         message = f"{message}: {request.method} {request.url.path}"
     return error_response(error.status_code, message, headers=error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     return error_response(500, f"the server failed: {type(error).__name__}")
+
+
+def _explain(cause: BaseException) -> str:
+    match cause:
+        case RecursionError():
+            return "it is nested too deep"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8: {cause.reason} at byte {cause.start}"
+        case _ if "digits" in str(cause):
+            return f"it holds an integer of more than {sys.get_int_max_str_digits()} digits"
+        case _:
+            return str(cause) or type(cause).__name__
 
 
 def _describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:

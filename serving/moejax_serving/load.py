@@ -1,6 +1,8 @@
 """From a folder to a running engine."""
 
+import bisect
 import logging
+import os
 import pathlib
 from importlib import resources
 from typing import Any
@@ -144,28 +146,55 @@ def _plan(
     buckets: Buckets,
     max_model_len: int,
 ) -> tuple[MemoryPlan, int]:
-    """The memory plan, and the longest sequence: shortened to the cache unless it was asked for."""
-    blocks_per_row = _blocks_per_row(geometry, max_model_len)
-    workspace = max(
-        workspace_bytes(parts, geometry, bucket, blocks_per_row) for bucket in buckets.largest()
-    )
-    plan = plan_memory(
-        parts,
-        geometry,
-        budget=config.memory_budget,
-        device_bytes=device_bytes(),
-        dense=params_bytes(abstract_params(parts, geometry.dtype)),
-        workspace=workspace,
-    )
-    if max_model_len <= plan.kv_tokens:
-        return plan, max_model_len
-    if config.max_model_len is not None:
-        raise CapacityError(
-            f"max_model_len {max_model_len} does not fit: the KV cache holds {plan.kv_tokens} "
-            f"tokens within the memory budget of {human(plan.budget)}"
+    """The memory plan, and the longest sequence: shortened to what fits unless it was asked for."""
+    device = device_bytes()
+    most = host_bytes() if device is None else device
+    def plan(blocks_per_row: int) -> MemoryPlan:
+        found = plan_memory(
+            parts,
+            geometry,
+            budget=config.memory_budget,
+            device_bytes=device,
+            dense=params_bytes(abstract_params(parts, geometry.dtype)),
+            workspace=max(
+                workspace_bytes(parts, geometry, bucket, blocks_per_row)
+                for bucket in buckets.largest()
+            ),
+            rows=config.max_num_seqs,
+            blocks_per_row=blocks_per_row,
         )
-    logger.info("max_model_len is %d: as many tokens as the KV cache holds", plan.kv_tokens)
-    return plan, plan.kv_tokens
+        if found.budget > most:
+            raise CapacityError(
+                f"a memory budget of {human(found.budget)} is more than there is: {human(most)}"
+            )
+        return found
+
+    def fits(blocks_per_row: int) -> bool:
+        try:
+            return plan(blocks_per_row).num_blocks >= blocks_per_row
+        except CapacityError:
+            return False
+
+    wanted = _blocks_per_row(geometry, max_model_len)
+    plan(1)
+    if fits(wanted):
+        return plan(wanted), max_model_len
+    if config.max_model_len is not None:
+        found = plan(wanted)
+        raise CapacityError(
+            f"max_model_len {max_model_len} does not fit: the KV cache holds {found.kv_tokens} "
+            f"tokens within the memory budget of {human(found.budget)}"
+        )
+    # A longer sequence needs more workspace and leaves less for the cache: the largest that fits.
+    blocks = bisect.bisect_left(range(1, wanted + 1), True, key=lambda n: not fits(n))
+    longest = blocks * geometry.block_size
+    logger.info("max_model_len is %d of the model's %d: what fits", longest, max_model_len)
+    return plan(blocks), longest
+
+
+def host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_bytes() -> int | None:

@@ -25,6 +25,7 @@ class MemoryPlan:
     experts: int
     kv: int
     workspace: int
+    tables: int
     staging: int
     num_pages: int
     num_blocks: int
@@ -38,7 +39,7 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The plan in words, for the log."""
-        kinds = ("dense", "experts", "kv", "workspace", "staging")
+        kinds = ("dense", "experts", "kv", "workspace", "tables", "staging")
         parts = ", ".join(f"{kind} {human(getattr(self, kind))}" for kind in kinds)
         return [
             f"memory budget {human(self.budget)}: {parts}",
@@ -87,7 +88,7 @@ def workspace_bytes(
     )
     places = rows + (min(HEAD_TILE, tokens) if bucket.with_targets else 0)
     logits = 4 * places * config.vocab_size
-    return 3 * expert + 2 * cache + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+    return 3 * expert + 2 * (cache + row_kv) + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
 
 
 def plan_memory(
@@ -98,39 +99,58 @@ def plan_memory(
     device_bytes: int | None,
     dense: int,
     workspace: int,
+    rows: int,
+    blocks_per_row: int,
 ) -> MemoryPlan:
-    """Divides a budget. Raises CapacityError, with the numbers, if the model does not fit.
+    """Divides a budget.
 
-    `device_bytes`: the memory of the accelerator, None on a CPU.
+    Args:
+        config: the model.
+        geometry: how it is cut into pages.
+        budget: bytes for everything; None: the default.
+        device_bytes: the memory of the accelerator, None on a CPU.
+        dense: bytes of the dense weights.
+        workspace: bytes of the temporaries of the largest program.
+        rows: sequences that run at the same time.
+        blocks_per_row: kv_blocks of the longest sequence.
+
+    Raises:
+        CapacityError: the model does not fit; with the numbers.
     """
     experts = geometry.expert_pages * geometry.page_bytes
     if device_bytes is not None:
         workspace += LIBRARY_WORKSPACE
-    fixed = dense + workspace + STAGING_BYTES
+    linears = geometry.num_moe_layers * geometry.num_experts
+    tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * (blocks_per_row + 1))
+    fixed = dense + workspace + STAGING_BYTES + tables
     if budget is None:
         budget = (
             fixed + experts + DEFAULT_CPU_ROOM
             if device_bytes is None
             else int(device_bytes * DEFAULT_GPU_SHARE)
         )
-    block_bytes = geometry.block_pages * geometry.page_bytes
-    poison = geometry.page_bytes
+    block_pages = geometry.block_pages * geometry.page_bytes
+    block_entries = 4 * geometry.num_layers
+    # Page 0 and kv_block 0 are poison.
+    poison = geometry.page_bytes + block_entries
     room = budget - fixed - experts - poison
-    if room < block_bytes:
-        needed = fixed + experts + poison + block_bytes
+    if room < block_pages + block_entries:
+        needed = budget - room + block_pages + block_entries
         raise CapacityError(
-            f"{config.family} in {geometry.dtype} needs at least {human(needed)} "
-            f"(experts {human(experts)}, dense weights {human(dense)}, workspace "
-            f"{human(workspace)}, staging {human(STAGING_BYTES)}, one KV block "
-            f"{human(block_bytes)}); the memory budget is {human(budget)}"
+            f"{config.family} in {geometry.dtype} needs at least {human(needed)} for {rows} "
+            f"sequences (max_num_seqs) of {blocks_per_row * geometry.block_size} tokens "
+            f"(max_model_len): experts {human(experts)}, dense weights {human(dense)}, workspace "
+            f"{human(workspace)}, tables {human(tables)}, staging {human(STAGING_BYTES)}, one KV "
+            f"block {human(block_pages)}; the memory budget is {human(budget)}"
         )
-    num_blocks = room // block_bytes
+    num_blocks = room // (block_pages + block_entries)
     return MemoryPlan(
         budget=budget,
         dense=dense,
         experts=experts,
-        kv=num_blocks * block_bytes,
+        kv=num_blocks * block_pages,
         workspace=workspace,
+        tables=tables + block_entries * (num_blocks + 1),
         staging=STAGING_BYTES,
         num_pages=1 + geometry.expert_pages + num_blocks * geometry.block_pages,
         num_blocks=num_blocks,

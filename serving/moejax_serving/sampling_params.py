@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, no_type_check
@@ -10,6 +11,15 @@ from moejax.errors import RequestError
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that a request may ask for."""
+
+MAX_STOPS = 16
+"""The most stop strings of a request: each is looked for after every token."""
+
+MAX_STOP_LEN = 1024
+"""The most characters of a stop string."""
+
+MAX_STOP_TOKEN_IDS = 1024
+"""The most stop tokens of a request."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -117,12 +127,42 @@ def refuse_unless_neutral(
     name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> None:
     """Raises a `RequestError` if `value` asks for something that is not done yet."""
-    if value is None or any(value == allowed for allowed in neutral[name]):
+    # An array compares element by element: it asks for something, whatever it holds.
+    is_plain = isinstance(value, numbers.Number | str | Sequence | Mapping)
+    if value is None or (is_plain and any(value == allowed for allowed in neutral[name])):
         return
     instead = f" or pass {neutral[name][0]!r}" if neutral[name] else ""
-    raise RequestError(
-        f"{name}={reprlib.repr(value)} is not supported: leave it out{instead}", param=name
-    )
+    raise RequestError(f"{name}={show(value)} is not supported: leave it out{instead}", param=name)
+
+
+def read_token_ids(name: str, ids: Any) -> list[int]:
+    """Token ids as a list; a list, a tuple or an array of integers is taken.
+
+    Raises:
+        RequestError: it is something else, or holds something else.
+    """
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray):
+        raise _wrong(name, "a list of integers", ids)
+    return [_read_token_id(name, index, token_id) for index, token_id in enumerate(listed)]
+
+
+def show(value: Any) -> str:
+    """A short form of any value, for a message."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an integer of more digits than Python prints, or a caller's own class
+        return f"a value of type {type(value).__name__}"
+
+
+def _read_token_id(name: str, index: int, token_id: Any) -> int:
+    try:
+        number = operator.index(token_id)
+    except Exception as error:
+        raise _wrong(f"{name}[{index}]", "an integer", token_id, param=name) from error
+    if isinstance(token_id, bool):
+        raise _wrong(f"{name}[{index}]", "an integer", token_id, param=name)
+    return number
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> float:
@@ -147,6 +187,14 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) for s in strings):
         raise _wrong("stop", "a string or a list of strings", stop)
+    if len(strings) > MAX_STOPS:
+        raise RequestError(
+            f"stop must have at most {MAX_STOPS} strings, got {len(strings)}", param="stop"
+        )
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_LEN:
+        raise RequestError(
+            f"stop strings must have at most {MAX_STOP_LEN} characters, got {longest}", param="stop"
+        )
     if not all(strings):
         raise _wrong("stop", "free of empty strings", stop)
     return tuple(strings)
@@ -154,10 +202,14 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
 
 def _check_stop_token_ids(ids: Any) -> tuple[int, ...]:
     ids = () if ids is None else ids
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise _wrong("stop_token_ids", "a list of integers", ids)
-    return tuple(_check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in ids)
+    read = read_token_ids("stop_token_ids", ids)
+    if len(read) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} tokens, got {len(read)}",
+            param="stop_token_ids",
+        )
+    return tuple(_check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in read)
 
 
-def _wrong(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name} must be {expected}, got {reprlib.repr(value)}", param=name)
+def _wrong(name: str, expected: str, value: Any, *, param: str | None = None) -> RequestError:
+    return RequestError(f"{name} must be {expected}, got {show(value)}", param=param or name)

@@ -6,9 +6,11 @@ import socket
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moejax.errors import ConfigError
 from moejax_serving.async_engine import AsyncEngine
+from moejax_serving.http_errors import error_response
 
 _DRAIN_SECONDS = 10.0  # how long answers may take to finish after SIGINT or SIGTERM
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,7 +64,12 @@ class _Server(uvicorn.Server):
         # Should an answer not be taken, uvicorn cuts the connection a little later.
         grace = int(_DRAIN_SECONDS) + 2
         super().__init__(
-            uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=grace)
+            uvicorn.Config(
+                _end_quietly(app),
+                log_config=None,
+                lifespan="off",
+                timeout_graceful_shutdown=grace,
+            )
         )
         self._engine = engine
 
@@ -77,3 +84,23 @@ class _Server(uvicorn.Server):
     async def _drain(self) -> None:
         await asyncio.sleep(_DRAIN_SECONDS)
         await asyncio.to_thread(self._engine.shutdown)
+
+
+def _end_quietly(app: ASGIApp) -> ASGIApp:
+    """The application; a request that is cancelled when the server ends is no failure of it."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noting_send)
+        except asyncio.CancelledError:
+            if not has_started:
+                await error_response(503, "the server is shut down")(scope, receive, send)
+
+    return run

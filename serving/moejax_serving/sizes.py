@@ -1,8 +1,11 @@
 """Sizes of memory as people write them."""
 
 import re
+import reprlib
 
 from moejax.errors import ConfigError
+
+_MAX_DIGITS = 40
 
 _UNITS = {
     "b": 1,
@@ -23,9 +26,11 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
         raise ConfigError(
-            f"{text!r} is not a size: write bytes, or a number with one of "
+            f"{reprlib.repr(text)} is not a size: write bytes, or a number with one of "
             "kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
         )
+    if len(match[1]) > _MAX_DIGITS:
+        raise ConfigError(f"{reprlib.repr(text)} has more than {_MAX_DIGITS} digits: no such size")
     number, _, decimals = match[1].partition(".")
     size: int = int(number + decimals) * unit // 10 ** len(decimals)
     if size <= 0:

@@ -13,7 +13,7 @@ from moejax_serving.tokenizer import Tokenizer
 class Finish:
     """Why a sequence ended; `stop` is the stop string or the stop token of the request."""
 
-    reason: Literal["stop", "length"]
+    reason: Literal["stop", "length", "error"]
     stop: int | str | None
 
 
@@ -26,7 +26,6 @@ class RunningText:
         self._stream = tokenizer.detokenizer(params.skip_special_tokens, prompt_token_ids)
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
-        self._longest = max(map(len, self._stops), default=0)
         self._text = ""
         self._end: int | None = None
 
@@ -35,10 +34,13 @@ class RunningText:
         return self._add(self._stream.push(token))
 
     def _add(self, text: str) -> str | None:
-        # A stop string that is new ends in the new text.
-        start = max(0, len(self._text) - self._longest + 1)
+        # A stop string that is new ends in the new text: each is looked for as far back as it
+        # reaches, whatever the others need.
+        before = len(self._text)
         self._text += text
-        found = [(self._text.find(stop, start), stop) for stop in self._stops]
+        found = [
+            (self._text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops
+        ]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             return None

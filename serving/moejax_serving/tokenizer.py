@@ -8,9 +8,10 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from moejax.errors import CheckpointError, RequestError
+from moejax.errors import CapacityError, CheckpointError, RequestError
 from moejax_serving.chat_template import ChatTemplate
 
+_CHARACTERS_PER_TOKEN = 8  # of a prompt that is encoded in one go
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an unfinished UTF-8 sequence decodes to
 
 
@@ -103,6 +104,28 @@ class Tokenizer:
         except TypeError as error:
             raise RequestError("the text holds half a surrogate pair: not Unicode") from error
 
+    def encode_prompt(
+        self, text: str, max_model_len: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The tokens of a text, unless its beginning alone is longer than `max_model_len`.
+
+        To encode all of a long text may take a minute, so it is tried piece by piece. The cuts add
+        a few tokens: a quarter more than fit is too long for certain.
+
+        Raises:
+            CapacityError: the text cannot fit.
+        """
+        size = _CHARACTERS_PER_TOKEN * max_model_len + 4096
+        num_tokens = 0
+        for end in range(size, len(text), size):
+            num_tokens += len(self.encode(text[end - size : end], add_special_tokens=False))
+            if num_tokens > max_model_len + max_model_len // 4 + 256:
+                raise CapacityError(
+                    f"the prompt has {len(text)} characters, and its first {end} make "
+                    f"{num_tokens} tokens already; max_model_len = {max_model_len}"
+                )
+        return self.encode(text, add_special_tokens)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; a cut character becomes U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -127,6 +150,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tokenize: bool = True,
@@ -138,16 +162,33 @@ class Tokenizer:
         Raises:
             RequestError: the checkpoint has no template, or its template refused the messages.
         """
+        text = self.render_chat(
+            messages, kwargs, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a conversation; `variables` are whatever else the template can read.
+
+        Raises:
+            RequestError: the checkpoint has no template, or its template refused the messages.
+        """
         if self.chat_template is None:
             raise RequestError(
                 "the model has no chat template: use completions, "
                 "or put a chat_template.jinja into the model's folder",
                 param="messages",
             )
-        text = self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        return self.chat_template.render(
+            messages, variables, tools=tools, add_generation_prompt=add_generation_prompt
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class Detokenizer:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from converters import checkpoints
+from moejax.checkpoint import Checkpoint, manifest
 from moejax.errors import CheckpointError
 from moejax_converters.cache import cache_folder, converted
 
@@ -48,6 +49,21 @@ def test_folders_of_the_same_name_do_not_meet(tmp_path):
     for parent in ("a", "b"):
         checkpoints.write(tmp_path / parent / "hf")
     assert converted(tmp_path / "a" / "hf") != converted(tmp_path / "b" / "hf")
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "a b é [1]", b"\xff".decode(errors="surrogateescape")])
+def test_a_source_may_have_any_name(name, tmp_path):
+    checkpoints.write(tmp_path / name)
+    assert converted(tmp_path / name).name.isascii()
+
+
+def test_a_conversion_in_another_format_is_not_taken(tmp_path, monkeypatch):
+    checkpoints.write(tmp_path / "hf")
+    first = converted(tmp_path / "hf")
+    monkeypatch.setattr(manifest, "KEYS", (*manifest.KEYS, "more"))
+    with pytest.raises(CheckpointError, match=r"needs the keys"):
+        Checkpoint.open(first)
+    assert converted(tmp_path / "hf") != first
 
 
 def test_the_cache_lies_where_the_environment_says(tmp_path, monkeypatch):

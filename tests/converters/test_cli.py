@@ -98,6 +98,16 @@ def test_says_its_version(capsys):
     assert capsys.readouterr().out == f"moejax-convert {moejax.__version__}\n"
 
 
+def test_the_module_is_a_command_too():
+    result = subprocess.run(
+        [sys.executable, "-m", "moejax_converters.cli", "--version"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == f"moejax-convert {moejax.__version__}\n", result.stderr
+
+
 def test_help_needs_no_jax():
     code = (
         "import sys\n"

@@ -10,7 +10,7 @@ import pytest
 from converters import checkpoints
 from converters.checkpoints import FAMILIES, LAYOUTS
 from moejax.checkpoint import Checkpoint
-from moejax.errors import CheckpointError
+from moejax.errors import CheckpointError, ConfigError
 from moejax_converters import convert as convert_module
 from moejax_converters.convert import convert
 
@@ -168,6 +168,22 @@ def test_read_only_source_files_do_not_make_a_read_only_checkpoint(tmp_path):
         path.chmod(0o444)
     convert(tmp_path / "hf", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").stat().st_mode & 0o200
+
+
+def test_a_token_that_no_page_holds_is_refused_before_anything_is_written(tmp_path):
+    sizes = {"head_dim": 8192, "num_key_value_heads": 4, "hidden_size": 4, "num_hidden_layers": 1}
+    checkpoints.write(tmp_path / "hf", **sizes)
+    with pytest.raises(ConfigError, match="a token needs 131072 bytes of KV in each layer, a page"):
+        convert(tmp_path / "hf", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_fault_of_the_tokenizer_names_its_file_and_leaves_nothing(tmp_path):
+    checkpoints.write(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/hf/tokenizer\.json: No such file"):
+        convert(tmp_path / "hf", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_progress_is_shown_on_a_terminal_only(tmp_path, capsys):

@@ -198,6 +198,27 @@ NESTED = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_the
         ({"sliding_window": 0}, r"sliding_window is 0, needed an integer of at least 1"),
         ({"num_experts_per_tok": 5}, r"5 experts per token of 4 experts"),
         ({"num_key_value_heads": 3}, r"4 query heads are not a multiple of 3 KV heads"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan, needed a positive number"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300, needed a positive number"),
+        ({"sliding_window": 2**31}, r"sliding_window is 2147483648, .* at most 2147483647"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, .* at most 4096"),
+        ({"num_attention_heads": 64, "head_dim": None}, r"hidden_size 32 is less than num_atten"),
+        ({"rope_parameters": []}, r"rope_parameters is \[\], needed an object"),
+        ({"rope_scaling": False}, r"rope_parameters is False, needed an object"),
+        (
+            {"rope_parameters": {"factor": 4.0}},
+            r"rope_parameters has factor 4\.0, but rope type 'd",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [2, 2]}},
+            r"rope_parameters has mrope_section \[2, 2\], but rope type 'default' does not scale",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            r"layer_types says 'sliding_attention' for layer 1, which by .* is 'full_attention'",
+        ),
+        ({"layer_types": ["full_attention"] * 2}, r"layer_types is .*, needed a list of 3, one"),
+        ({"layer_types": "full_attention"}, r"layer_types is 'full_attention', needed a list of 3"),
     ],
 )
 def test_refuses_by_name_and_value(changes, message):
@@ -219,6 +240,18 @@ def test_refuses_by_name_and_value(changes, message):
 def test_refuses_by_name_and_value_for_qwen2(changes, message):
     with pytest.raises(ConfigError, match=message):
         model_config(checkpoints.config_of("qwen2_moe", **changes))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe"])
+def test_layer_types_that_are_true_change_nothing(family):
+    plain = checkpoints.config_of(family)
+    types = ["full_attention"] * plain["num_hidden_layers"]
+    assert model_config(plain | {"layer_types": types}) == model_config(plain)
+
+
+def test_mixtral_has_no_biases_in_transformers_whatever_attention_bias_says():
+    plain = checkpoints.config_of("mixtral")
+    assert model_config(plain | {"attention_bias": True}) == model_config(plain)
 
 
 ANY_JSON = st.recursive(

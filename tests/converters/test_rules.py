@@ -193,3 +193,26 @@ def test_a_long_list_of_errors_is_cut_and_counted():
     assert lines[0] == "36 tensors do not fit the model of config.json:"
     assert lines[1] == "  no tensor for layers.0.experts.0.gate"
     assert lines[6:] == ["  and 31 more"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_local_experts": 1_000_000},
+            r"gate\.weight' in .*: shape \[4, 32\], but config\.json says that there are 1000000 e",
+        ),
+        (
+            {"num_hidden_layers": 4000, "num_local_experts": 4},
+            r"no tensor for layers\.3\.feed_forward\.router\.weight: 3997 of 4000 layers",
+        ),
+    ],
+)
+def test_counts_that_are_wrong_are_found_before_the_targets_are_listed(
+    changes, message, monkeypatch
+):
+    _, tensors = stored()
+    config = families.model_config(checkpoints.config_of("mixtral", **changes))
+    monkeypatch.setattr(targets, "expected_tensors", None)
+    with pytest.raises(CheckpointError, match=message):
+        resolve(config, tensors)

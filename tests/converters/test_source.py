@@ -50,6 +50,12 @@ def test_refuses_a_path_that_is_not_a_folder(tmp_path):
         Source(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"], ids=["long", "NUL", "surrogate"])
+def test_refuses_what_cannot_be_the_name_of_a_folder(name, tmp_path):
+    with pytest.raises(CheckpointError, match=": no such folder$"):
+        Source(tmp_path / name)
+
+
 def test_refuses_a_folder_without_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"is not a Hugging Face folder: no config\.json"):
         Source(tmp_path)
@@ -64,9 +70,37 @@ def test_refuses_a_broken_config(text, message, tmp_path):
         Source(tmp_path)
 
 
-def test_refuses_a_quantized_checkpoint_by_its_method(tmp_path):
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(CheckpointError, match=r"not supported yet \(quantization_config: gptq\)"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('{"a":' * 200_000, "nested too deeply"),
+        ('{"a":' * 100 + "0" + "}" * 100, "nested deeper than 64"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "key 'vocab_size' stands twice in an object"),
+    ],
+    ids=["list", "object", "100 levels", "twice"],
+)
+def test_json_that_could_mislead_or_break_a_reader_is_refused(text, message, folder):
+    header = text.encode()
+    for name, data in (
+        ("model.safetensors", struct.pack("<Q", len(header)) + header),
+        ("model.safetensors.index.json", header),
+        ("config.json", header),
+    ):
+        (folder / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"{name}: .*not .*JSON.*{message}") as error:
+            Source(folder)
+        assert "\n" not in str(error.value)
+
+
+def test_refuses_a_quantized_checkpoint_by_its_model_type_and_method(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}'
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"'mixtral': quantized .* are not supported yet \(quantization_config: gptq\)",
+    ):
         Source(tmp_path)
 
 
@@ -120,6 +154,25 @@ def test_refuses_a_tensor_that_only_the_index_knows(tmp_path):
         Source(tmp_path)
 
 
+def test_refuses_a_tensor_that_the_index_does_not_list(tmp_path):
+    checkpoints.write(tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name, shard = index["weight_map"].popitem()
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=rf"tensor '{name}' is in .*{shard}, but model\.saf.*not list it"
+    ):
+        Source(tmp_path)
+
+
+def test_a_dangling_index_is_not_passed_over(tmp_path):
+    checkpoints.write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: No such file"):
+        Source(tmp_path)
+
+
 def test_refuses_a_tensor_in_two_files(folder):
     for file in ("a.safetensors", "b.safetensors"):
         save_file({"w": np.zeros(2, np.float32)}, folder / file)
@@ -168,12 +221,61 @@ def test_refuses_a_file_that_shrinks_while_it_is_read(tmp_path):
         ({"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}, r"F32 \[-2\] needs -8 bytes"),
         ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "dtype F4 is not supported"),
         (7, "tensor 'w' in .*: broken header entry 7"),
+        ({"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}, "broken header entry"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "broken header entry"),
+        ({"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}, "broken header entry"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8]}, "broken header entry"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [False, 8]}, "broken header entry"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}, "broken header entry"),
+        ({"dtype": "F32", "shape": [10**4000], "data_offsets": [0, 8]}, "broken header entry"),
     ],
 )
 def test_refuses_a_broken_header(entry, message, folder):
     text = json.dumps({"w": entry}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     with pytest.raises(CheckpointError, match=message):
+        Source(folder)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(0, 8), (4, 12)], r"tensor 'b' in .*: starts at byte \d+, but 'a' ends .*: they overlap"),
+        ([(0, 8), (0, 8)], r"tensor 'b' in .*: starts at byte \d+, but 'a' ends .*: they overlap"),
+        (
+            [(0, 4), (8, 12)],
+            r"tensor 'b' in .*'a' ends at byte \d+: the bytes between belong to no",
+        ),
+        (
+            [(4, 8), (8, 12)],
+            r"tensor 'a' in .*the header ends .*: the bytes between belong to no t",
+        ),
+        ([(0, 4), (4, 8)], r"'b' ends at byte \d+ of a file of \d+ bytes: the bytes after it belo"),
+        ([], r"the header ends at byte \d+ of a file of \d+ bytes: the bytes after it belong"),
+    ],
+)
+def test_every_byte_belongs_to_one_tensor(spans, message, folder):
+    entries = {
+        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in zip("ab", spans, strict=False)
+    }
+    text = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    with pytest.raises(CheckpointError, match=message):
+        Source(folder)
+
+
+def test_empty_tensors_are_no_holes(folder):
+    empty = np.zeros((0, 3), np.float32)
+    save_file({"a": empty, "b": np.ones(3, np.float32), "c": empty}, folder / "model.safetensors")
+    assert sorted(Source(folder).tensors) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("metadata", [7, ["a"], {"a": 1}, {"a": None}])
+def test_metadata_that_are_no_map_of_strings_are_refused(metadata, folder):
+    text = json.dumps({"__metadata__": metadata}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="__metadata__ is not a map of strings"):
         Source(folder)
 
 

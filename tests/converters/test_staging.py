@@ -60,6 +60,30 @@ def test_a_file_in_the_way_is_one_line(tmp_path):
         raise AssertionError("unreachable")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 300, "the name has 300 bytes, at most 213"),
+        ("a" * 230, "the name has 230 bytes, at most 213"),
+        ("a\0b", "the name holds a NUL"),
+        ("\ud800", "the name is not UTF-8"),
+    ],
+    ids=["300", "230", "NUL", "surrogate"],
+)
+def test_a_name_that_no_folder_can_have_is_one_line(name, message, tmp_path):
+    with pytest.raises(CheckpointError, match=f"^cannot write .*: {message}$"):
+        with staged(tmp_path / name):
+            raise AssertionError("unreachable")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a" * 213, "ä" * 106])
+def test_the_longest_name_is_written(name, tmp_path):
+    with staged(tmp_path / name):
+        pass
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path):
     abandoned = tmp_path / ".out.partial-1"
     (abandoned / "dense").mkdir(parents=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moejax.errors import CheckpointError, RequestError
-from moejax_serving.chat_template import ChatTemplate
+from moejax_serving.chat_template import RESERVED, ChatTemplate, flatten_messages
 
 # Recorded from transformers 5.24: AutoTokenizer.apply_chat_template(messages, tokenize=False).
 RECORDED = json.loads(
@@ -78,6 +78,12 @@ def test_renders_what_transformers_rendered(name: str) -> None:
         assert got == case["expected"]
 
 
+def _render(template: ChatTemplate, messages: Any, options: Mapping[str, Any]) -> str:
+    own = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+    variables = {name: value for name, value in options.items() if name not in own}
+    return template.render(messages, variables, **own)
+
+
 def _render_both(
     template: ChatTemplate, reference: Any, source: str, case: str
 ) -> tuple[str | None, str | None]:
@@ -91,7 +97,7 @@ def _render_both(
     except Exception:  # templates fail in any way
         expected = None
     try:
-        return template.render(messages, **options), expected
+        return _render(template, messages, options), expected
     except RequestError:
         return None, expected
 
@@ -131,7 +137,8 @@ def test_renders_every_known_template_as_transformers_does(shared_dir: pathlib.P
 
 
 def render(source: str, **options: Any) -> str:
-    return ChatTemplate({"default": source}, {"eos_token": "</s>"}).render([user("a<b")], **options)
+    template = ChatTemplate({"default": source}, {"eos_token": "</s>"})
+    return _render(template, [user("a<b")], options)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +177,48 @@ def test_a_failure_is_a_wrong_request(source: str, reason: str) -> None:
     assert caught.value.param == "messages"
 
 
-def test_variables_may_not_replace_the_conversation() -> None:
-    template = ChatTemplate({"default": "{{ chat_template }}"}, {})
-    with pytest.raises(RequestError, match="may not set chat_template") as caught:
-        template.render([user("x")], chat_template="y")
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_variables_may_not_replace_the_conversation(name: str) -> None:
+    template = ChatTemplate({"default": "x"}, {})
+    with pytest.raises(RequestError, match=f"may not set {name}") as caught:
+        template.render([user("x")], {name: "y"})
     assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("name", ["a b", "", "loop", "cls", "args", "environment"])
+def test_a_variable_may_have_any_other_name(name: str) -> None:
+    assert ChatTemplate({"default": "x"}, {}).render([user("x")], {name: "y"}) == "x"
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert flatten_messages([user(parts)]) == [user("a\nb")]
+
+
+def test_a_call_needs_no_content() -> None:
+    message = assistant(None, tool_calls=[CALL])
+    assert flatten_messages((message,)) == [message]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (None, "messages must be a list of messages, got None"),
+        ("Hi", "messages must be a list of messages, got 'Hi'"),
+        (["Hi"], r"messages\[0\] must be {'role': ..., 'content': ...}, got 'Hi'"),
+        ([{"content": "x"}], r"messages\[0\].role must be a text, got None"),
+        ([user("x"), user(None)], r"messages\[1\] has no content"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([user(5)], r"messages\[0\].content must be a text or a list of text parts, got 5"),
+        ([user(["a"])], r"messages\[0\].content\[0\] must be .*'type': 'text'.*, got 'a'"),
+        ([user([{"type": "text"}])], r"messages\[0\].content\[0\] has no text"),
+        ([user([{"type": "text", "text": 5}])], r"content\[0\].text must be a text, got 5"),
+        ([user([{"type": "image"}])], "is of type 'image': only parts of type 'text'"),
+    ],
+)
+def test_a_wrong_message_is_named_by_its_place(messages: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        flatten_messages(messages)
 
 
 def test_an_empty_conversation_is_refused() -> None:

@@ -199,7 +199,7 @@ def server(
             process.kill()
 
 
-@pytest.mark.shows("server", "SIGTERM: running answers end, then the server")
+@pytest.mark.shows("server", "SIGTERM: running answers get 10 s to end, then the server ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_cleanly(tmp_path: pathlib.Path, number: signal.Signals) -> None:
     with server(tmp_path) as (process, url, greeting):
@@ -229,6 +229,25 @@ def test_what_does_not_finish_after_a_signal_gets_an_error(tmp_path: pathlib.Pat
                 answer.result()
         assert b"the server is shut down" in caught.value.read()
         caught.value.close()
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+
+
+def test_a_client_that_is_stuck_in_its_body_is_no_failure_of_the_end(
+    tmp_path: pathlib.Path,
+) -> None:
+    source = SERVER.replace("sys.exit", "server._DRAIN_SECONDS = 0.2\nsys.exit")
+    source = source.replace("import cli", "import cli, server")
+    with server(tmp_path, source=source) as (process, url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+            client.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+            with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
+                assert response.status == 200  # so the other request has begun
+            process.send_signal(signal.SIGTERM)
+            assert b"the server is shut down" in client.makefile("rb").read()
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0
         assert "Traceback" not in errors

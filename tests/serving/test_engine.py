@@ -130,3 +130,14 @@ def test_after_a_step_that_failed_the_books_are_in_order(engine, monkeypatch):
     engine.check()
     engine.add_request("b", REFERENCE[1]["prompt_token_ids"], greedy(4))
     assert run(engine)["b"].outputs[0].token_ids == REFERENCE[1]["token_ids"][:4]
+
+
+def test_logits_that_are_not_finite_end_a_request_with_an_error(engine, monkeypatch):
+    params = engine._runner._params
+    broken = {**params, "norm": {"weight": params["norm"]["weight"] * np.float32(np.nan)}}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_params", broken)
+        engine.add_request("a", REFERENCE[0]["prompt_token_ids"], greedy(4))
+        assert run(engine)["a"].outputs[0].finish_reason == "error"
+    engine.add_request("b", REFERENCE[0]["prompt_token_ids"], greedy(4))
+    assert run(engine)["b"].outputs[0].token_ids == REFERENCE[0]["token_ids"][:4]

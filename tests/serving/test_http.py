@@ -15,6 +15,7 @@ from moejax.errors import CapacityError, RequestError
 from moejax_serving.async_engine import AsyncEngine
 from moejax_serving.http import create_app
 from moejax_serving.http_errors import error_response
+from moejax_serving.outputs import Logprob
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -218,6 +219,17 @@ def test_an_infinite_logprob_becomes_a_number(fake_engine: Any) -> None:
     assert top[fake_engine.tokenizer.token_text(73)] == -9999.0
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_logprob_that_json_cannot_hold_is_the_lowest(fake_engine: Any, value: float) -> None:
+    fake_engine._logprobs = lambda token_id, count: {token_id: Logprob(value, 1, "x")}
+    body = {"prompt": "x", "logprobs": 1, "max_tokens": 1}
+    logprobs = post(fake_engine, COMPLETIONS, body)[1]["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-9999.0] and logprobs["top_logprobs"] == [{"x": -9999.0}]
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    (entry,) = post(fake_engine, CHAT, body)[1]["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
+
+
 def test_tokens_of_one_name_keep_the_larger_logprob(fake_engine: Any) -> None:
     fake_engine._text = lambda token_id: "same"
     body = {"prompt": "x", "logprobs": 3, "max_tokens": 1}
@@ -318,9 +330,9 @@ def test_arguments_reach_the_template(fake_engine: Any) -> None:
     render = fake_engine.tokenizer.chat_template.render
 
     class Noting:
-        def render(self, messages: Any, **options: Any) -> Any:
-            seen.append((messages, options))
-            return render(messages, **options)
+        def render(self, messages: Any, variables: Any, **options: Any) -> Any:
+            seen.append((messages, variables))
+            return render(messages, variables, **options)
 
     fake_engine.tokenizer.chat_template, kept = Noting(), fake_engine.tokenizer.chat_template
     try:
@@ -329,16 +341,30 @@ def test_arguments_reach_the_template(fake_engine: Any) -> None:
         assert post(fake_engine, CHAT, body)[0] == 200
     finally:
         fake_engine.tokenizer.chat_template = kept
-    ((messages, options),) = seen
+    ((messages, variables),) = seen
     assert messages == [{"role": "user", "content": "x", "name": "Ann"}]
-    assert options["thinking"] is False
+    assert variables == {"thinking": False}
 
 
-@pytest.mark.parametrize("name", ["messages", "tokenize", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "tokenize", "add_generation_prompt", "self"])
 def test_arguments_may_not_replace_the_conversation(fake_engine: Any, name: str) -> None:
     body = {"messages": USER, "chat_template_kwargs": {name: True}}
     answer = post(fake_engine, CHAT, body)
     assert_is_error(answer, 400, f"may not set {name}", "chat_template_kwargs")
+
+
+def test_further_keys_of_a_message_may_be_nested_deep(fake_engine: Any) -> None:
+    deep: Any = "x"
+    for _ in range(300):
+        deep = [deep]
+    body = {"messages": [{"role": "user", "content": "Hi", "name": deep}]}
+    assert post(fake_engine, CHAT, body)[0] == 200
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}])
+def test_a_message_without_content_is_named_by_its_place(fake_engine: Any, message: Any) -> None:
+    answer = post(fake_engine, CHAT, {"messages": [*USER, message]})
+    assert_is_error(answer, 400, "messages[1] has no content: a text or", "messages[1].content")
 
 
 def test_a_model_without_template_says_so(fake_engine: Any) -> None:
@@ -391,6 +417,7 @@ def test_a_model_without_template_says_so(fake_engine: Any) -> None:
         (COMPLETIONS, {"prompt": "x", "seed": 2**70}, "seed", "seed must be between"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a", 1]}, "stop", "stop"),
         (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "free of empty strings"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs", "between 0 and 20, got 21"),
         (CHAT, {"messages": []}, "messages", "messages is empty"),
         (CHAT, {"messages": "x"}, "messages", "messages: Input should be a valid list"),
@@ -517,13 +544,17 @@ def test_a_wrong_route_is_an_openai_error(
         (b"", "application/json", "the body must be a JSON object"),
         (b"[1]", "application/json", "the body must be a JSON object"),
         (b'{"prompt": "x"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),
-        (b'{"prompt": "\xff"}', "application/json", "error parsing the body"),
+        (b'{"prompt": "\xff"}', "application/json", "not UTF-8: invalid start byte at byte 12"),
         (b'{"prompt": "\\ud800"}', "application/json", "half a surrogate pair"),
         (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
         (b'{"prompt": "x", "top_k": "\\ud800"}', "application/json", "top_k: Input should be"),
         (b'{"prompt": "x", "\\ud800": 1}', "application/json", "the body: Input should be a valid"),
-        (b"[" * 100_000, "application/json", "body"),
-        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", "body"),
+        (b"[" * 100_000, "application/json", "it is nested too deep"),
+        (
+            b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+            "application/json",
+            "an integer of more than 4300 digits",
+        ),
     ],
 )
 def test_a_body_that_is_no_json_is_a_wrong_request(
@@ -537,6 +568,52 @@ def test_a_body_that_is_no_json_is_a_wrong_request(
         assert text in error["message"]
 
     run(fake_engine, scenario)
+
+
+@pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_half_a_surrogate_pair_is_named_by_its_field(
+    fake_engine: Any, path: str, param: str
+) -> None:
+    text = "a\ud800"
+    body = json.dumps({"prompt": text, "messages": [{"role": "user", "content": text}]})
+
+    async def scenario(client: httpx.AsyncClient, engine: AsyncEngine) -> None:
+        response = await client.post(
+            path, content=body, headers={"Content-Type": "application/json"}
+        )
+        answer = (response.status_code, response.json())
+        assert_is_error(answer, 400, "half a surrogate pair", param)
+
+    run(fake_engine, scenario)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_that_cannot_fit_is_refused_without_reading_all_of_it(
+    fake_engine: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    encode = type(fake_engine.tokenizer).encode
+
+    def noting(self: Any, text: str, add_special_tokens: bool = True) -> Any:
+        read.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(fake_engine.tokenizer), "encode", noting)
+    text = "x" * 5_000_000
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    answer = post(fake_engine, path, body)
+    param = "prompt" if path == COMPLETIONS else "messages"
+    assert_is_error(answer, 400, "tokens already; max_model_len = 64", param)
+    assert answer[1]["error"]["code"] == "context_length_exceeded"
+    assert sum(read) < 10_000
+
+
+def test_too_many_prompts_are_refused_before_they_are_encoded(
+    fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(fake_engine.tokenizer), "encode_prompt")
+    answer = post(fake_engine, COMPLETIONS, {"prompt": ["a"] * 9})
+    assert_is_error(answer, 400, "9 prompts in one request", "prompt")
 
 
 def test_a_long_wrong_list_is_refused_quickly(fake_engine: Any) -> None:

@@ -50,10 +50,15 @@ GEOMETRY = make_geometry(CONFIG, "float32", 16 * KIB)
 EXPERTS = 24 * 16 * KIB
 BLOCK = 3 * 16 * KIB  # a page in each layer
 STAGING = 16 * MIB
+# 2 rows of 4 blocks and a last token; 2 x 4 experts of 3 slots and 2 widths.
+TABLES = 4 * (2 * (4 + 1) + 8 * (3 + 2))
+ENTRIES = 4 * 3  # of a kv_block in the tables, one per layer
+POISON = 16 * KIB + ENTRIES
 
 
 def plan(**changes: Any) -> MemoryPlan:
     arguments = {"budget": None, "device_bytes": None, "dense": 5 * MIB, "workspace": 3 * MIB}
+    arguments |= {"rows": 2, "blocks_per_row": 4}
     return plan_memory(CONFIG, GEOMETRY, **(arguments | changes))
 
 
@@ -67,9 +72,10 @@ def test_the_geometry_is_the_one_of_the_examples() -> None:
 
 
 def test_what_the_fixed_parts_leave_is_kv() -> None:
-    fixed = 5 * MIB + 3 * MIB + STAGING
-    room = 10 * BLOCK + 1  # and a byte that no block uses
-    found = plan(budget=fixed + EXPERTS + 16 * KIB + room)
+    fixed = 5 * MIB + 3 * MIB + STAGING + TABLES
+    room = 10 * (BLOCK + ENTRIES) + 1  # and a byte that no block uses
+    found = plan(budget=fixed + EXPERTS + POISON + room)
+    assert found.tables == TABLES + 11 * ENTRIES
     assert (found.dense, found.workspace, found.staging) == (5 * MIB, 3 * MIB, STAGING)
     assert (found.experts, found.kv) == (EXPERTS, 10 * BLOCK)
     assert found.num_blocks == 10
@@ -80,16 +86,16 @@ def test_what_the_fixed_parts_leave_is_kv() -> None:
 
 def test_a_cpu_gets_the_model_and_1_gib() -> None:
     found = plan()
-    assert found.budget == 5 * MIB + 3 * MIB + STAGING + EXPERTS + GIB
-    assert GIB - BLOCK - 16 * KIB < found.kv <= GIB - 16 * KIB
+    assert found.budget == 5 * MIB + 3 * MIB + STAGING + TABLES + EXPERTS + GIB
+    assert found.num_blocks == (GIB - POISON) // (BLOCK + ENTRIES)
 
 
 def test_a_gpu_gives_90_percent_and_keeps_scratch_memory_for_its_libraries() -> None:
     found = plan(device_bytes=10 * GIB)
     assert found.budget == 9 * GIB
     assert found.workspace == 3 * MIB + 64 * MIB
-    fixed = found.dense + found.workspace + found.staging + found.experts
-    assert found.num_blocks == (9 * GIB - fixed - 16 * KIB) // BLOCK
+    fixed = found.dense + found.workspace + found.staging + found.experts + TABLES
+    assert found.num_blocks == (9 * GIB - fixed - POISON) // (BLOCK + ENTRIES)
 
 
 def test_a_budget_that_is_set_is_kept_on_a_gpu() -> None:
@@ -98,7 +104,7 @@ def test_a_budget_that_is_set_is_kept_on_a_gpu() -> None:
 
 # Refusals.
 
-SMALLEST = 5 * MIB + 3 * MIB + STAGING + EXPERTS + 16 * KIB + BLOCK
+SMALLEST = 5 * MIB + 3 * MIB + STAGING + TABLES + EXPERTS + POISON + BLOCK + ENTRIES
 
 
 def test_one_block_is_enough() -> None:
@@ -111,8 +117,9 @@ def test_one_block_is_enough() -> None:
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(budget: int, text: str) -> None:
     message = (
-        "family in float32 needs at least 24.44 MiB (experts 384.00 KiB, dense weights 5.00 MiB, "
-        "workspace 3.00 MiB, staging 16.00 MiB, one KV block 48.00 KiB); "
+        "family in float32 needs at least 24.44 MiB for 2 sequences (max_num_seqs) of 256 tokens "
+        "(max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, workspace 3.00 MiB, "
+        "tables 200 B, staging 16.00 MiB, one KV block 48.00 KiB; "
         f"the memory budget is {text}"
     )
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
@@ -133,7 +140,8 @@ def test_a_plan_stays_within_its_budget_and_wastes_less_than_a_block(
 ) -> None:
     arguments = {"dense": dense, "workspace": workspace, "device_bytes": GIB if on_gpu else None}
     library = 64 * MIB if on_gpu else 0
-    needed = dense + workspace + library + STAGING + EXPERTS + 16 * KIB + BLOCK
+    needed = dense + workspace + library + STAGING + TABLES + EXPERTS + POISON + BLOCK
+    needed += ENTRIES
     if budget < needed:
         with pytest.raises(CapacityError, match=f"needs at least {re.escape(human(needed))}"):
             plan(budget=budget, **arguments)
@@ -141,7 +149,8 @@ def test_a_plan_stays_within_its_budget_and_wastes_less_than_a_block(
     found = plan(budget=budget, **arguments)
     poison = GEOMETRY.page_bytes
     spent = found.dense + found.experts + found.kv + found.workspace + found.staging + poison
-    assert budget - BLOCK < spent <= budget
+    spent += found.tables
+    assert budget - BLOCK - ENTRIES < spent <= budget
     assert found.num_pages * GEOMETRY.page_bytes == found.experts + found.kv + poison
     assert found.kv == found.num_blocks * BLOCK
     assert found.kv_tokens == found.num_blocks * GEOMETRY.block_size
@@ -200,6 +209,6 @@ def test_a_plan_says_what_it_spends() -> None:
     found = plan(budget=SMALLEST)
     assert found.lines() == [
         "memory budget 24.44 MiB: dense 5.00 MiB, experts 384.00 KiB, kv 48.00 KiB, "
-        "workspace 3.00 MiB, staging 16.00 MiB",
+        "workspace 3.00 MiB, tables 224 B, staging 16.00 MiB",
         "KV cache: 64 tokens in 1 blocks of 64",
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import RequestError
-from moejax_serving.sampling_params import NEUTRAL, SamplingParams
+from moejax_serving.sampling_params import NEUTRAL, SamplingParams, read_token_ids
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -79,6 +79,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("stop", ["a", ""], "free of empty strings"),
         ("stop", ["a", 1], "a string or a list of strings"),
         ("stop", 3, "a string or a list of strings"),
+        ("stop", ["a"] * 17, "at most 16 strings, got 17"),
+        ("stop", ["a", "b" * 1025], "at most 1024 characters, got 1025"),
+        ("stop_token_ids", [1] * 1025, "at most 1024 tokens, got 1025"),
+        ("stop_token_ids", b"12", "a list of integers"),
+        ("stop_token_ids", [1.5], "stop_token_ids[0] must be an integer, got 1.5"),
+        pytest.param("max_tokens", 10**5000, "got a value of type int", id="long"),
+        ("n", np.array([1, 1]), "is not supported"),
+        ("logit_bias", np.array([1.0, 2.0]), "is not supported"),
+        ("bad_words", np.array([]), "is not supported"),
         ("stop_token_ids", "12", "a list of integers"),
         ("stop_token_ids", [-1], "between 0 and"),
         ("stop_token_ids", [True], "an integer, got True"),
@@ -89,6 +98,44 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, text: str) -> N
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in str(caught.value) and text in str(caught.value)
+
+
+def test_a_request_may_have_many_stops_up_to_a_limit() -> None:
+    params = SamplingParams(stop=["a" * 1024] * 16, stop_token_ids=np.arange(1024))
+    assert len(params.stop_strings) == 16 and params.stop_ids == tuple(range(1024))
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2], (1, 2), range(1, 3), np.array([1, 2]), [np.int32(1), np.uint8(2)]]
+)
+def test_token_ids_come_in_lists_and_arrays(ids: Any) -> None:
+    assert read_token_ids("x", ids) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ("12", "x must be a list of integers, got '12'"),
+        (b"12", "x must be a list of integers, got b'12'"),
+        (None, "x must be a list of integers, got None"),
+        (5, "x must be a list of integers, got 5"),
+        ({1: 2}, "x must be a list of integers, got {1: 2}"),
+        (np.array(5), r"x must be a list of integers, got array\(5\)"),
+        ([None], r"x\[0\] must be an integer, got None"),
+        ([1, [1]], r"x\[1\] must be an integer, got \[1\]"),
+        ([1.9], r"x\[0\] must be an integer, got 1.9"),
+        ([math.nan], r"x\[0\] must be an integer, got nan"),
+        (["5"], r"x\[0\] must be an integer, got '5'"),
+        ([True], r"x\[0\] must be an integer, got True"),
+        (np.array([1.0]), r"x\[0\] must be an integer, got 1.0"),
+        (np.array([True]), r"x\[0\] must be an integer, got True"),
+        (np.array([[1]]), r"x\[0\] must be an integer, got \[1\]"),
+    ],
+)
+def test_what_is_no_list_of_token_ids_is_refused(ids: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text) as caught:
+        read_token_ids("x", ids)
+    assert caught.value.param == "x"
 
 
 def test_stop_strings_need_text() -> None:

@@ -35,6 +35,12 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "0." + "1" * 5000 + "GB"])
+def test_a_number_of_too_many_digits_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="has more than 40 digits"):
+        parse_size(text)
+
+
 @pytest.mark.parametrize("text", ["0", "0.0GB", "0.1B"])
 def test_nothing_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="must be at least one byte"):

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.errors import CheckpointError, RequestError
+from moejax.errors import CapacityError, CheckpointError, RequestError
 from moejax_serving.tokenizer import Tokenizer
 
 FOLDERS = [
@@ -209,3 +209,22 @@ def test_a_broken_file_is_named(tmp_path: pathlib.Path, name: str, content: byte
     (_write(tmp_path) / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_prompt_of_many_characters_and_few_tokens_is_taken(tmp_path: pathlib.Path) -> None:
+    tokenizer = Tokenizer.from_folder(_write(tmp_path))
+    text = "a" + " " * 100_000 + "b"
+    assert tokenizer.encode_prompt(text, 4) == [0, 1]
+
+
+def test_a_prompt_that_cannot_fit_is_refused_with_the_numbers(byte_tokenizer: Tokenizer) -> None:
+    assert len(byte_tokenizer.encode_prompt("x" * 4608, 64)) == 4608
+    text = "5000000 characters, and its first 4608 make 4608 tokens already; max_model_len = 64"
+    with pytest.raises(CapacityError, match=text):
+        byte_tokenizer.encode_prompt("x" * 5_000_000, 64)
+
+
+@pytest.mark.parametrize("name", ["self", "return_tensors", "continue_final_message"])
+def test_what_a_template_would_not_see_is_refused(byte_tokenizer: Tokenizer, name: str) -> None:
+    with pytest.raises(RequestError, match=f"may not set {name}"):
+        byte_tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **{name: True})
