@@ -44,4 +44,9 @@ class EngineConfig:
 
 def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {_show(value)}")
+
+
+def _show(value: object) -> str:
+    # Python refuses to print integers of thousands of digits.
+    return "a huge number" if isinstance(value, int) and abs(value) >= 2**63 else repr(value)

@@ -21,6 +21,7 @@ from moejax_serving.sampling_params import (
     refuse_unless_neutral,
     show,
 )
+from moejax_serving.shield import Shield
 from moejax_serving.sizes import parse_size
 from moejax_serving.tokenizer import Tokenizer
 
@@ -93,6 +94,7 @@ class LLM:
         self.engine = load_engine(None if model is None else pathlib.Path(model), config)
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # the engine is for one thread at a time
+        self._shield = Shield()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError if there is none."""
@@ -226,14 +228,13 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_id = str(next(self._numbers))
+                ids.append(str(next(self._numbers)))
                 self.engine.add_request(
-                    request_id, prompt.ids, one, prompt.text, forced_token_ids=prompt.forced
+                    ids[-1], prompt.ids, one, prompt.text, forced_token_ids=prompt.forced
                 )
-                ids.append(request_id)
             with tqdm(total=len(ids), desc="requests", disable=None if use_tqdm else True) as bar:
                 while self.engine.has_unfinished():
-                    for output in self.engine.step():
+                    for output in self._shield(self.engine.step):
                         outputs[output.request_id] = output
                         bar.update()
         finally:

@@ -149,6 +149,7 @@ def _plan(
     """The memory plan, and the longest sequence: shortened to what fits unless it was asked for."""
     device = device_bytes()
     most = host_bytes() if device is None else device
+
     def plan(blocks_per_row: int) -> MemoryPlan:
         found = plan_memory(
             parts,
