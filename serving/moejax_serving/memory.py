@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from moejax.arena.format import DTYPES
 from moejax.arena.geometry import Geometry
 from moejax.config import Mlp, ModelConfig
 from moejax.errors import CapacityError
@@ -10,8 +11,8 @@ from moejax.models.step import HEAD_TILE, Bucket
 
 # Pages that are written at once while a model is loaded.
 STAGING_BYTES = 16 << 20
-# What a GPU library asks for as scratch memory of a matrix product.
-LIBRARY_WORKSPACE = 64 << 20
+# On a GPU: scratch memory of matrix libraries, and the padding around the operands of trial runs.
+LIBRARY_WORKSPACE = 128 << 20
 DEFAULT_CPU_ROOM = 1 << 30
 DEFAULT_GPU_SHARE = 0.9
 
@@ -65,7 +66,7 @@ def workspace_bytes(
     One expert's weights, gathered and decoded; the batch's KV of one layer; activations; scores;
     logits. Tests and the start of an engine compare it with what the compiler says.
     """
-    itemsize = 2 if geometry.dtype == "bfloat16" else 4
+    itemsize = DTYPES[geometry.dtype].itemsize
     tokens, rows = bucket.layout.tokens, bucket.layout.rows
     expert = sum(geometry.dense_pages) * geometry.page_bytes
     keys = blocks_per_row * geometry.block_size
@@ -89,6 +90,19 @@ def workspace_bytes(
     places = rows + (min(HEAD_TILE, tokens) if bucket.with_targets else 0)
     logits = 4 * places * config.vocab_size
     return 3 * expert + 2 * (cache + row_kv) + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+
+
+def largest_matrix_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the largest dense matrix: XLA copies operands when it tries out GPU kernels."""
+    rows = [config.vocab_size]
+    for kind in config.layers:
+        rows.append(kind.attention.num_heads * kind.attention.head_size)
+        part = kind.feed_forward
+        if isinstance(part, Mlp):
+            rows.append(part.width)
+        elif part.shared is not None:
+            rows.append(part.shared.width)
+    return max(rows) * config.hidden_size * DTYPES[dtype].itemsize
 
 
 def plan_memory(
@@ -119,7 +133,7 @@ def plan_memory(
     """
     experts = geometry.expert_pages * geometry.page_bytes
     if device_bytes is not None:
-        workspace += LIBRARY_WORKSPACE
+        workspace += LIBRARY_WORKSPACE + largest_matrix_bytes(config, geometry.dtype)
     linears = geometry.num_moe_layers * geometry.num_experts
     tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * (blocks_per_row + 1))
     fixed = dense + workspace + STAGING_BYTES + tables
