@@ -42,11 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except None: there the help says what happens."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="moejax-serve",
         description="Serves a Mixture-of-Experts model over HTTP, as OpenAI's API does.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -97,13 +104,14 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "memory_budget",
-        "device memory for weights, cache and work, such as 10GB or 8GiB; left out: what is free",
+        "device memory for everything, such as 10GB or 8GiB; left out: 90 %% of a GPU, or on a CPU "
+        "the model and 1GiB",
         type=_size,
         metavar="SIZE",
     )
     add(
         "max_model_len",
-        "most tokens of prompt and answer together; left out: the model's limit",
+        "most tokens of prompt and answer together; left out: the model's, or what fits",
         type=_positive,
         metavar="N",
     )
