@@ -21,7 +21,6 @@ from moejax.arena.format import (
 from moejax.arena.geometry import Geometry, LinearShape
 from moejax.arena.state import ArenaState, write_pages
 from moejax.checkpoint import Checkpoint
-from moejax.config import ModelConfig
 from moejax.errors import CheckpointError
 from moejax.models.decoder import Params, abstract_params, flatten_params, unflatten_params
 from moejax_serving.memory import STAGING_BYTES
@@ -78,7 +77,7 @@ def load_experts(
     """Writes all experts, at width 16, into pages of the pool, and fills the expert tables."""
     config = checkpoint.config
     tables = [
-        np.zeros((config_layers(config), geometry.num_experts, slots), np.int32)
+        np.zeros((geometry.num_moe_layers, geometry.num_experts, slots), np.int32)
         for slots in geometry.dense_pages
     ]
     writer = _PageWriter(state.pages, geometry.page_words)
@@ -103,11 +102,6 @@ def load_experts(
         down_pages=down,
         widths=jnp.full(state.widths.shape, DENSE_WIDTH, jnp.int32),
     )
-
-
-def config_layers(config: ModelConfig) -> int:
-    """Layers with routed experts."""
-    return len(config.moe_layers)
 
 
 def _layer_runs(
