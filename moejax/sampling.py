@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from moejax.adjust import Adjustment, adjust_logits
+
 # As many alternatives as a request may ask for, per token.
 MAX_LOGPROBS = 20
 
@@ -26,7 +28,7 @@ class SamplingRows(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities under the model itself: before temperature and filters."""
+    """Log-probabilities under the model itself: before penalties, temperature and filters."""
 
     logprob: Float[Array, " rows"]
     """Of the token in question."""
@@ -119,11 +121,21 @@ def no_logprobs(rows: int, vocab: int) -> Logprobs:
 def choose(
     logits: Float[Array, "rows vocab"],
     rows: SamplingRows,
+    adjustment: Adjustment,
     forced: Int32[Array, " rows"],
     want_logprobs: Bool[Array, ""],
 ) -> tuple[Int32[Array, " rows"], Logprobs]:
     """One token per row, forced where `forced` >= 0, and its log-probabilities where wanted."""
-    tokens = jnp.where(forced >= 0, forced, sample(logits, rows))
+    # The branches return tokens, not logits: a conditional would copy what it passes through.
+    sampled = lax.cond(
+        jnp.any(adjustment.active),
+        lambda logits, rows, adjustment: sample(adjust_logits(logits, adjustment), rows),
+        lambda logits, rows, adjustment: sample(logits, rows),
+        logits,
+        rows,
+        adjustment,
+    )
+    tokens = jnp.where(forced >= 0, forced, sampled)
     nothing = no_logprobs(*logits.shape)
     found = lax.cond(want_logprobs, logprobs_of, lambda logits, tokens: nothing, logits, tokens)
     return tokens, found

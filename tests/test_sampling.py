@@ -9,6 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.adjust import (
+    IN_PROMPT,
+    IS_STOP,
+    MARK_CHUNK,
+    ONE_OUTPUT,
+    Adjustment,
+    adjust_logits,
+    row_parts,
+    start_row,
+)
 from moejax.sampling import (
     MAX_LOGPROBS,
     Logprobs,
@@ -67,6 +77,32 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     x = logits.astype(np.float64)
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def make_adjustment(rows: int, **fields: Any) -> Adjustment:
+    """Nothing is adjusted, unless said otherwise."""
+    values: dict[str, Any] = {
+        "active": False,
+        "bans_stops": False,
+        "table_rows": np.arange(rows, dtype=np.int32),
+        "presence": np.float32(0),
+        "frequency": np.float32(0),
+        "repetition": np.float32(1),
+    }
+    tables = {
+        "marks": np.zeros((rows, VOCAB), np.int32),
+        "bias_tokens": np.full((rows, 1), VOCAB, np.int32),
+        "bias_values": np.zeros((rows, 1), np.float32),
+    }
+    if "bias_tokens" in fields:
+        fields["active"] = True
+    for name in values.keys() & fields.keys():
+        values[name] = np.asarray(fields[name], np.asarray(values[name]).dtype)
+    for name in tables.keys() & fields.keys():
+        tables[name] = np.asarray(fields[name], tables[name].dtype)
+        tables[name] = np.broadcast_to(tables[name], (rows, tables[name].shape[-1]))
+    arrays = {name: jnp.asarray(np.broadcast_to(value, rows)) for name, value in values.items()}
+    return Adjustment(**arrays, **{name: jnp.asarray(table) for name, table in tables.items()})
 
 
 # Greedy.
@@ -307,9 +343,9 @@ def test_a_chosen_token_has_the_bits_of_its_entry_in_the_list(values: list[int])
 def test_logprobs_are_before_temperature_and_filters() -> None:
     logits = random_logits(2)
     rows = make_rows(2, temperature=0.1, top_k=1)
-    tokens, found = jit_choose(
-        jnp.asarray(logits), rows, jnp.full(2, -1, jnp.int32), jnp.array(True)
-    )
+    adjustment = make_adjustment(2, bias_tokens=[[0]], bias_values=[[-9.0]])
+    forced = jnp.full(2, -1, jnp.int32)
+    tokens, found = jit_choose(jnp.asarray(logits), rows, adjustment, forced, jnp.array(True))
     assert tokens.tolist() == logits.argmax(axis=1).tolist()
     np.testing.assert_allclose(found.logprob, log_softmax(logits).max(axis=1), atol=1e-5)
     assert np.isfinite(found.top_logprobs).all()
@@ -328,7 +364,9 @@ def test_forced_tokens_are_taken_and_scored() -> None:
     worst = int(logits[0].argmin())
     forced = jnp.array([worst, -1, 0], jnp.int32)
     rows = make_rows(3, temperature=[1, 0, 0])
-    tokens, found = jit_choose(jnp.asarray(logits), rows, forced, jnp.array(True))
+    tokens, found = jit_choose(
+        jnp.asarray(logits), rows, make_adjustment(3), forced, jnp.array(True)
+    )
     assert tokens.tolist() == [worst, logits[1].argmax(), 0]
     wanted = log_softmax(logits)[np.arange(3), np.asarray(tokens)]
     np.testing.assert_allclose(found.logprob, wanted, atol=1e-5)
@@ -336,7 +374,8 @@ def test_forced_tokens_are_taken_and_scored() -> None:
 
 
 def test_logprobs_that_nobody_wants_are_zeros() -> None:
-    args = (jnp.asarray(random_logits(3)), make_rows(3), jnp.full(3, -1, jnp.int32))
+    logits, forced = jnp.asarray(random_logits(3)), jnp.full(3, -1, jnp.int32)
+    args = (logits, make_rows(3), make_adjustment(3), forced)
     tokens, found = jit_choose(*args, jnp.array(False))
     wanted, scored = jit_choose(*args, jnp.array(True))
     np.testing.assert_array_equal(tokens, wanted)
@@ -352,3 +391,104 @@ def test_a_list_is_as_long_as_the_vocabulary_or_20(vocab: int, top: int) -> None
     found = logprobs_of(jnp.zeros((1, vocab), jnp.float32), jnp.zeros(1, jnp.int32))
     assert found.top_ids.shape == found.top_logprobs.shape == (1, top)
     assert no_logprobs(1, vocab).top_ids.shape == (1, top)
+
+
+# Penalties, biases, bans.
+
+
+def adjusted_by_loops(
+    logits: np.ndarray, prompt: list[int], output: list[int], stops: list[int], biases: Any, p: Any
+) -> np.ndarray:
+    """One row in float64, from the definitions: token by token."""
+    x = logits.astype(np.float64)
+    for token, bias in biases:
+        x[token] += bias
+    if p["bans_stops"]:
+        x[stops] = -np.inf
+    for token in set(prompt) | set(output):
+        x[token] = x[token] / p["repetition"] if x[token] > 0 else x[token] * p["repetition"]
+    for token in set(output):
+        x[token] -= p["frequency"] * output.count(token) + p["presence"]
+    return x
+
+
+def tables_of(rows: list[dict[str, Any]], biases: int = 4) -> tuple[Any, Any, Any]:
+    """What `start_row` makes of rows, over tables that hold something else before."""
+    tables: Any = (
+        jnp.full((len(rows), VOCAB), 7, jnp.int32),
+        jnp.ones((len(rows), biases), jnp.int32),
+        jnp.ones((len(rows), biases), jnp.float32),
+    )
+    for row, lists in enumerate(rows):
+        for part in row_parts(row, vocab=VOCAB, num_biases=biases, **lists):
+            tables = jax.jit(start_row)(*tables, part)
+    return tables
+
+
+tokens_lists = st.lists(st.integers(0, VOCAB - 1), max_size=8)
+rows_strategy = st.fixed_dictionaries(
+    {
+        "prompt": tokens_lists,
+        "output": tokens_lists,
+        "stops": tokens_lists,
+        "biases": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4).map(
+            lambda found: sorted(found.items())
+        ),
+    }
+)
+penalties = st.fixed_dictionaries(
+    {
+        "presence": st.floats(-2, 2),
+        "frequency": st.floats(-2, 2),
+        "repetition": st.floats(0.1, 10),
+        "bans_stops": st.booleans(),
+        "active": st.booleans(),
+    }
+)
+
+
+@given(st.lists(st.tuples(rows_strategy, penalties), min_size=3, max_size=3), st.integers(0, 99))
+def test_logits_are_adjusted_as_the_definitions_say(drawn: Any, seed: int) -> None:
+    logits = random_logits(3, seed=seed)
+    marks, bias_tokens, bias_values = tables_of([lists for lists, _ in drawn])
+    fields = {name: [p[name] for _, p in drawn] for name in drawn[0][1]}
+    order = np.array([2, 0, 1], np.int32)  # the step's rows stand anywhere in the tables
+    adjustment = make_adjustment(3, **{k: np.asarray(v)[order] for k, v in fields.items()})
+    adjustment = adjustment._replace(
+        marks=marks, bias_tokens=bias_tokens, bias_values=bias_values, table_rows=jnp.array(order)
+    )
+    found = np.asarray(jax.jit(adjust_logits)(jnp.asarray(logits), adjustment))
+    for i, row in enumerate(order):
+        lists, p = drawn[row]
+        if p["active"]:
+            wanted = adjusted_by_loops(logits[i], **lists, p=p)
+            np.testing.assert_allclose(found[i], wanted, rtol=1e-4, atol=1e-3)
+        else:
+            np.testing.assert_array_equal(found[i], logits[i])
+
+
+def test_long_lists_come_in_parts() -> None:
+    prompt = [1, 2, 3] * MARK_CHUNK
+    output = [4] * (MARK_CHUNK + 5)
+    lists = {"prompt": prompt, "output": output, "stops": [2], "biases": [(5, 1.5)]}
+    parts = row_parts(0, vocab=VOCAB, num_biases=2, **lists)
+    assert len(parts) == 3 and [bool(part.is_first) for part in parts] == [True, False, False]
+    marks, bias_tokens, bias_values = tables_of([lists], biases=2)
+    wanted = np.zeros(VOCAB, np.int32)
+    wanted[[1, 2, 3]] = IN_PROMPT
+    wanted[2] |= IS_STOP
+    wanted[4] = ONE_OUTPUT * len(output)
+    np.testing.assert_array_equal(marks[0], wanted)
+    assert bias_tokens.tolist() == [[5, VOCAB]] and bias_values.tolist() == [[1.5, 0.0]]
+
+
+def test_an_adjusted_row_leaves_its_neighbours_alone() -> None:
+    logits = jnp.asarray(random_logits(2))
+    rows, forced = make_rows(2, temperature=[0, 1]), jnp.full(2, -1, jnp.int32)
+    plain, _ = jit_choose(logits, rows, make_adjustment(2), forced, jnp.array(False))
+    marks = np.zeros((2, VOCAB), np.int32)
+    marks[0, plain[0]] = ONE_OUTPUT
+    marks[1] = ONE_OUTPUT  # left by the sequence before, and of no effect
+    adjustment = make_adjustment(2, active=[True, False], frequency=2.0, presence=100, marks=marks)
+    found, _ = jit_choose(logits, rows, adjustment, forced, jnp.array(False))
+    assert found[0] != plain[0] and found[1] == plain[1]

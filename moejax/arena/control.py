@@ -6,7 +6,9 @@ numbers of FORMAT.md are checked by the tests.
 
 import dataclasses
 import enum
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +50,28 @@ class Field(enum.IntEnum):
     TOP_P = 9
     MIN_P = 10
     TOP_K = 11
+    PRESENCE = 12
+    FREQUENCY = 13
+    REPETITION = 14
+
+
+_WHOLE = [
+    Field.ROW,
+    Field.TOKEN_START,
+    Field.NUM_TOKENS,
+    Field.CACHED,
+    Field.FLAGS,
+    Field.FORCED,
+    Field.TOP_K,
+]
+_FLOATS = [
+    Field.TEMPERATURE,
+    Field.TOP_P,
+    Field.MIN_P,
+    Field.PRESENCE,
+    Field.FREQUENCY,
+    Field.REPETITION,
+]
 
 
 class Flag(enum.IntFlag):
@@ -55,6 +79,8 @@ class Flag(enum.IntFlag):
 
     SAMPLE = 1
     EXACT_ROUTING = 2
+    CHANGES_LOGITS = 4
+    BANS_STOPS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +90,7 @@ class Layout:
     tokens: int
     rows: int
     blocks: int
+    row_edits: int
     expert_edits: int
     layers: int
 
@@ -76,21 +103,26 @@ class Layout:
             "targets": (self.tokens,),
             "rows": (self.rows, ROW_FIELDS),
             "block_edits": (self.blocks, 1 + self.layers),
-            "row_edits": (self.blocks, 3),
+            "row_edits": (self.row_edits, 3),
             "expert_edits": (self.expert_edits, 4),
         }
 
     @property
     def offsets(self) -> dict[str, int]:
         """Name → first index in the array."""
-        sizes = [int(np.prod(shape)) for shape in self.sections.values()]
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        return dict(zip(self.sections, starts, strict=True))
+        return dict(_offsets(self))
 
     @property
     def size(self) -> int:
         """Length of the array."""
-        return sum(int(np.prod(shape)) for shape in self.sections.values())
+        return sum(math.prod(shape) for shape in self.sections.values())
+
+
+@functools.cache
+def _offsets(layout: Layout) -> dict[str, int]:
+    sizes = [math.prod(shape) for shape in layout.sections.values()]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return dict(zip(layout.sections, starts, strict=True))
 
 
 class RowControl(NamedTuple):
@@ -98,7 +130,7 @@ class RowControl(NamedTuple):
 
     row: int
     tokens: Sequence[int]
-    """Ids; -1 takes the row's last sampled token."""
+    """Ids; -1 takes the row's last sampled token. None: the row stays empty."""
     cached: int
     sample: bool
     exact_routing: bool = False
@@ -110,6 +142,13 @@ class RowControl(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    changes_logits: bool = False
+    """Whether penalties and biases count."""
+    bans_stops: bool = False
+    """Whether no token may end the sequence; needs `changes_logits`."""
 
 
 class Control(NamedTuple):
@@ -126,23 +165,20 @@ class Control(NamedTuple):
     want_logprobs: bool = False
 
 
-def float_bits(value: float) -> int:
-    """A float32 as the int32 with the same bits."""
-    return int(np.float32(value).view(np.int32))
-
-
 def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
     """The control array of a step. Raises ValueError where something does not fit its section."""
     array = np.zeros(layout.size, np.int32)
+    offsets = _offsets(layout)
     views = {
-        name: array[layout.offsets[name] :][: int(np.prod(shape))].reshape(shape)
+        name: array[offsets[name] :][: math.prod(shape)].reshape(shape)
         for name, shape in layout.sections.items()
     }
     views["targets"][:] = -1
     at = 0
     if len(control.rows) > layout.rows:
         raise ValueError(f"{len(control.rows)} rows do not fit a bucket of {layout.rows}")
-    for i, row in enumerate(control.rows):
+    fields = []
+    for row in control.rows:
         n = len(row.tokens)
         if at + n > layout.tokens:
             raise ValueError(f"{at + n} tokens do not fit a bucket of {layout.tokens}")
@@ -151,8 +187,10 @@ def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
             raise ValueError(f"{len(row.targets)} targets for {n} tokens")
         if row.targets:
             views["targets"][at : at + n] = row.targets
-        views["rows"][i] = _row_fields(row, at)
+        fields.append(_row_fields(row, at))
         at += n
+    if fields:
+        _write_fields(views["rows"][: len(fields)], control.rows, fields)
     for name in ("block_edits", "row_edits", "expert_edits"):
         edits = getattr(control, name)
         if len(edits) > len(views[name]):
@@ -175,30 +213,44 @@ def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
 
 
 def _row_fields(row: RowControl, token_start: int) -> list[int]:
-    fields = [0] * ROW_FIELDS
-    seed = np.array([row.seed], np.int64).view(np.int32)
-    flags = Flag.SAMPLE * row.sample | Flag.EXACT_ROUTING * row.exact_routing
-    fields[Field.ROW] = row.row
-    fields[Field.TOKEN_START] = token_start
-    fields[Field.NUM_TOKENS] = len(row.tokens)
-    fields[Field.CACHED] = row.cached
-    fields[Field.FLAGS] = int(flags)
-    fields[Field.FORCED] = row.forced
-    fields[Field.SEED_LOW], fields[Field.SEED_HIGH] = int(seed[0]), int(seed[1])
-    fields[Field.TEMPERATURE] = float_bits(row.temperature)
-    fields[Field.TOP_P] = float_bits(row.top_p)
-    fields[Field.MIN_P] = float_bits(row.min_p)
-    fields[Field.TOP_K] = row.top_k
-    return fields
+    """The whole numbers of a row; the seed's place holds nothing yet."""
+    flags = (
+        Flag.SAMPLE.value * row.sample
+        | Flag.EXACT_ROUTING.value * row.exact_routing
+        | Flag.CHANGES_LOGITS.value * row.changes_logits
+        | Flag.BANS_STOPS.value * row.bans_stops
+    )
+    return [row.row, token_start, len(row.tokens), row.cached, flags, row.forced, row.top_k]
+
+
+def _write_fields(
+    view: Int32[np.ndarray, "rows fields"], rows: Sequence[RowControl], fields: list[list[int]]
+) -> None:
+    """All rows at once: NumPy is slow with single numbers."""
+    view[:, _WHOLE] = fields
+    view[:, Field.SEED_LOW : Field.SEED_HIGH + 1] = np.array([row.seed for row in rows], np.int64)[
+        :, None
+    ].view(np.int32)
+    floats = [
+        (
+            row.temperature,
+            row.top_p,
+            row.min_p,
+            row.presence_penalty,
+            row.frequency_penalty,
+            row.repetition_penalty,
+        )
+        for row in rows
+    ]
+    view[:, _FLOATS] = np.array(floats, np.float32).view(np.int32)
 
 
 def unpack(array: Int32[jax.Array, " size"], layout: Layout) -> dict[str, jax.Array]:
     """Section name → its part of the array. Offsets are static."""
     if array.shape != (layout.size,):
         raise ValueError(f"a control array of {layout.size} words is needed, got {array.shape}")
+    offsets = _offsets(layout)
     return {
-        name: array[layout.offsets[name] : layout.offsets[name] + int(np.prod(shape))].reshape(
-            shape
-        )
+        name: array[offsets[name] : offsets[name] + math.prod(shape)].reshape(shape)
         for name, shape in layout.sections.items()
     }

@@ -1,5 +1,6 @@
 """Reading a checkpoint folder: dense tensors one by one, experts as memory maps."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ class Checkpoint:
         """`eos_token_ids`, a list, and what the source gave of temperature, top_p, top_k, min_p,
         bos_token_id and pad_token_id."""
         return dict(self._manifest.generation)
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for this model: its manifest holds a checksum of every tensor."""
+        return hashlib.sha256(layout.manifest_path(self.folder).read_bytes()).hexdigest()
 
     def dense_names(self) -> tuple[str, ...]:
         """The names of the dense tensors, sorted."""

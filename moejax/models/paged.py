@@ -79,6 +79,8 @@ class PagedMemory:
     geometry: Geometry
     state: ArenaState
     batch: Batch
+    prefill_rows: int
+    """Rows after these have one token at most."""
     max_query: int
     """No row has more tokens than this in the step."""
 
@@ -147,10 +149,11 @@ class PagedMemory:
             words,
             batch.valid,
         )
-        if self.max_query == 1:
-            o = self._attend_decode(pages, row_pages, qkv, window, scale)
-        else:
+        o = qkv.q
+        if self.prefill_rows:
             o = self._attend_ragged(pages, row_pages, qkv, window, scale)
+        if self.prefill_rows < len(row_pages):
+            o = self._attend_decode(pages, row_pages, qkv, o, window, scale)
         return pages, jnp.where(batch.valid[:, None, None], o, jnp.zeros((), o.dtype))
 
     def _read(
@@ -170,19 +173,31 @@ class PagedMemory:
         pages: UInt32[Array, "pages words"],
         row_pages: Int32[Array, "rows blocks"],
         qkv: Qkv,
+        o: Float[Array, "tokens heads size"],
         window: int | None,
         scale: float,
     ) -> Float[Array, "tokens heads size"]:
-        """One query per row: all rows at once."""
+        """`o` with the results of the rows of one query: all of them at once."""
 
         def row(page_ids: Array, q: Array, position: Array) -> Array:
             k, v = self._read(pages, page_ids, qkv)
             keys = jnp.arange(len(k), dtype=jnp.int32)
             return attend(q[None], k, v, visible(position[None], keys, window), scale)[0]
 
-        batch = self.batch
-        at = batch.row_of
-        return jax.vmap(row)(row_pages[at], qkv.q, batch.positions)
+        first, batch = self.prefill_rows, self.batch
+        used = batch.lengths[first:] > 0
+        at = jnp.minimum(batch.starts[first:], len(qkv.q) - 1)
+
+        def compute(o: Array, q: Array) -> Array:
+            found = jax.vmap(row)(row_pages[first:], q[at], batch.cached[first:])
+            return o.at[jnp.where(used, at, len(o))].set(found, mode="drop")
+
+        if first == 0:
+            return compute(o, qkv.q)
+        merged: Float[Array, "tokens heads size"] = lax.cond(
+            jnp.any(used), compute, lambda o, q: o, o, qkv.q
+        )
+        return merged
 
     def _attend_ragged(
         self,
@@ -192,12 +207,15 @@ class PagedMemory:
         window: int | None,
         scale: float,
     ) -> Float[Array, "tokens heads size"]:
-        """Several queries per row: tiles of queries of one row, one after the other."""
+        """The rows of several queries: tiles of queries of one row, one after the other.
+
+        The places of other tokens hold something or other.
+        """
         batch = self.batch
         tokens, size = len(batch.tokens), min(QUERY_TILE, self.max_query)
         per_row = -(-self.max_query // size)
         place = jnp.arange(size, dtype=jnp.int32)
-        number = jnp.arange(len(batch.starts) * per_row, dtype=jnp.int32)
+        number = jnp.arange(self.prefill_rows * per_row, dtype=jnp.int32)
         row, first = number // per_row, number % per_row * size
         at = batch.starts[row][:, None] + first[:, None] + place[None, :]
 
@@ -220,4 +238,5 @@ class PagedMemory:
         o, _ = lax.scan(tile, qkv.q[jnp.minimum(at, tokens - 1)], number)
         within = jnp.arange(tokens, dtype=jnp.int32) - batch.starts[batch.row_of]
         within = jnp.clip(within, 0, per_row * size - 1)
-        return o.reshape(-1, *o.shape[2:])[batch.row_of * per_row * size + within]
+        row = jnp.minimum(batch.row_of, self.prefill_rows - 1)
+        return o.reshape(-1, *o.shape[2:])[row * per_row * size + within]

@@ -54,6 +54,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`, such as bos_token, are variables that every template can read."""
         self._sources = dict(sources)
+        self.default_source = self._sources.get("default")
         self._special_tokens = dict(special_tokens)
 
     @classmethod

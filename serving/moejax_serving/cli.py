@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -19,7 +20,11 @@ from moejax_serving.sizes import parse_size
 if TYPE_CHECKING:
     from moejax_serving.async_engine import AsyncEngine
 
+BUILT_IN_MODEL = "demo"
+"""The name of the model that is served without arguments."""
+
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_INTERRUPTED = "moejax-serve: interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jax").setLevel(logging.WARNING)
     prepare_environment(os.environ)
     try:
-        _serve(args, _engine_config(args))
+        return _serve(args, _engine_config(args))
     except MoejaxError as error:
         print(f"moejax-serve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("moejax-serve: interrupted", file=sys.stderr)
+        print(_INTERRUPTED, file=sys.stderr)
         return 130
-    return 0
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -86,6 +90,20 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         help="requests that may wait or run; more are answered with status 429",
     )
+    group.add_argument(
+        "--step-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="a step that takes longer is taken to hang, and the server to be broken; 0: none",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long running requests may take after SIGINT or SIGTERM; 0: they are ended at "
+        "once; left out: as long as they take, or until a second signal",
+    )
     group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="what to log")
 
 
@@ -118,6 +136,16 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     add("max_num_seqs", "most sequences in one step", type=_positive, metavar="N")
     add("max_num_batched_tokens", "most tokens in one step", type=_positive, metavar="N")
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
+    add(
+        "enable_prefix_caching",
+        "keep the KV cache of prompts for later ones that begin the same",
+        action=argparse.BooleanOptionalAction,
+    )
+    add(
+        "warm_up",
+        "compile all programs before the first request",
+        action=argparse.BooleanOptionalAction,
+    )
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -125,25 +153,44 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
-def _serve(args: argparse.Namespace, config: EngineConfig) -> None:
+def _serve(args: argparse.Namespace, config: EngineConfig) -> int:
     # Imported here, since they take seconds and --help needs none of them.
     from moejax_serving.async_engine import AsyncEngine
     from moejax_serving.http import create_app
+    from moejax_serving.metrics import Metrics
     from moejax_serving.server import base_url, bind, serve
+    from moejax_serving.service import Service
 
-    with bind(args.host, args.port) as listener:
+    names = args.served_model_name or [args.model or BUILT_IN_MODEL]
+    service = Service(Metrics(names[0]), names)
+
+    def load() -> AsyncEngine:
         from moejax_serving.load import load_engine
 
-        core = load_engine(args.model, config)
-        names = args.served_model_name or [core.model_name]
-        engine = AsyncEngine(core, max_queued_requests=args.max_queued_requests)
-        try:
-            app = create_app(engine, names, core.default_sampling)
-            listener.listen(2048)  # from here on, requests wait rather than fail
-            _print_greeting(base_url(listener), names[0], engine)
-            serve(app, engine, listener)
-        finally:
-            engine.shutdown()
+        return AsyncEngine(
+            load_engine(args.model, config, metrics=service.metrics),
+            max_queued_requests=args.max_queued_requests,
+            step_timeout=args.step_timeout or None,
+        )
+
+    with bind(args.host, args.port) as listener:
+        url = base_url(listener)
+        ending = serve(
+            create_app(service),
+            service,
+            listener,
+            load=load,
+            on_ready=lambda engine: _print_greeting(url, names[0], engine),
+            shutdown_timeout=args.shutdown_timeout,
+        )
+    if ending.status == 130:
+        print(_INTERRUPTED, file=sys.stderr)
+    if not ending.is_clean:
+        # The interpreter's own end would wait for what the thread computes, or crash it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.status)
+    return ending.status
 
 
 def _print_greeting(url: str, model: str, engine: "AsyncEngine") -> None:
@@ -173,6 +220,16 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: 0 or more")
+    return seconds
 
 
 def _port(text: str) -> int:

@@ -25,6 +25,10 @@ class EngineConfig:
     """Of requests that bring none of their own."""
     skip_tokenizer_init: bool = False
     """Serve token ids only; the checkpoint needs no tokenizer files."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of prompts for later ones that begin the same."""
+    warm_up: bool = True
+    """Compile all programs at the start; otherwise each at its first use."""
     check: bool = False
     """Check the invariants and poison unowned pages after every step. Slow: for tests."""
 
@@ -37,7 +41,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
         _check_int("seed", self.seed, 0)
-        for name in ("skip_tokenizer_init", "check"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "warm_up", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
 

@@ -1,23 +1,33 @@
-"""The engine: takes requests, runs steps, gives back results. One thread calls it."""
+"""The engine: takes requests, runs steps, gives back results. One thread calls it.
+
+The device is one step ahead: while it runs a step, the host plans the next one and hands it over,
+then takes the results of the first. A sequence that ended in it has a place in the next step for
+nothing; whatever that place yields is dropped.
+"""
 
 import dataclasses
 import logging
-from collections.abc import Sequence as SequenceOf
+import time
 from typing import Any
 
 import numpy as np
 
 from moejax.errors import CapacityError, RequestError
-from moejax.models.step import StepOutput
+from moejax.models.step import Bucket, StepOutput
 from moejax.sampling import Logprobs
-from moejax_serving.batch import Buckets, make_control
+from moejax_serving.admission import ServedModel, check_request
+from moejax_serving.batch import Buckets, make_control, places, wants_logprobs, wants_targets
+from moejax_serving.compiles import num_compiles
 from moejax_serving.config import EngineConfig
+from moejax_serving.logprob_entries import make_entry
 from moejax_serving.memory import MemoryPlan
-from moejax_serving.outputs import CompletionOutput, Logprob, RequestOutput
-from moejax_serving.pages import KvBlock, PagePool
-from moejax_serving.runner import Runner
-from moejax_serving.sampling_params import SamplingParams, read_token_ids, show
-from moejax_serving.scheduler import RowPlan, Scheduler, StepPlan
+from moejax_serving.metrics import Metrics
+from moejax_serving.outputs import FinishReason, RequestOutput
+from moejax_serving.pages import PagePool
+from moejax_serving.request import Request
+from moejax_serving.runner import Flight, Runner
+from moejax_serving.sampling_params import SamplingParams, read_token_ids
+from moejax_serving.scheduler import Counts, RowPlan, Scheduler, StepPlan
 from moejax_serving.sequence import Sequence
 from moejax_serving.stopping import Finish, RunningText, find_finish
 from moejax_serving.tokenizer import Tokenizer
@@ -25,17 +35,13 @@ from moejax_serving.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """What the engine knows of the model beside its weights."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that the device has, and what it is of."""
 
-    name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    default_sampling: dict[str, Any]
-    """What a request leaves out, from the checkpoint's generation settings."""
-    tokenizer: Tokenizer | None
+    plan: StepPlan
+    bucket: Bucket
+    flight: Flight
 
 
 class Engine:
@@ -51,16 +57,25 @@ class Engine:
         scheduler: Scheduler,
         buckets: Buckets,
         runner: Runner,
+        metrics: Metrics,
     ) -> None:
         self.model = model
         self.memory = memory
+        self.metrics = metrics
         self._config = config
         self._pages = pages
         self._scheduler = scheduler
         self._buckets = buckets
         self._runner = runner
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Request] = {}
+        self._owners: dict[Sequence, tuple[Request, int]] = {}
+        self._in_flight: _InFlight | None = None
         self._num_requests = 0
+        self._num_sequences = 0
+        self._num_compiles = num_compiles()
+        self._poisoned: set[int] = set()
+        # Of the step whose results are being taken.
+        self._prompt_tokens = self._generation_tokens = 0
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -78,6 +93,12 @@ class Engine:
     def default_sampling(self) -> dict[str, Any]:
         return self.model.default_sampling
 
+    def warm_up(self, *, progress: bool) -> None:
+        """Compiles all programs, so that no request waits for one."""
+        self._runner.warm_up(self._buckets.all(), with_poison=self._config.check, progress=progress)
+        self.metrics.count_compiles("warmup", num_compiles() - self._num_compiles)
+        self._num_compiles = num_compiles()
+
     def add_request(
         self,
         request_id: str,
@@ -85,6 +106,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         *,
+        stream: bool = False,
         forced_token_ids: Any = (),
     ) -> None:
         """Queues a request.
@@ -94,6 +116,7 @@ class Engine:
             prompt_token_ids: 1 to max_model_len - 1 token ids.
             params: how to sample, and when to stop.
             prompt: the text, given back with the result.
+            stream: `step` gives back what is new after every step; otherwise all at the end.
             forced_token_ids: these tokens are taken instead of sampled ones, and their
                 log-probabilities given back; the request ends with them.
 
@@ -103,109 +126,219 @@ class Engine:
         """
         ids = read_token_ids("prompt_token_ids", prompt_token_ids)
         forced = read_token_ids("forced_token_ids", forced_token_ids)
-        self._check_request(request_id, ids, params, forced)
-        room = self.max_model_len - len(ids)
-        wanted = len(forced) or params.max_tokens
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        check_request(self.model, ids, params, forced)
+        request = Request(request_id, prompt, ids, params, stream, time.monotonic())
         self._num_requests += 1
         seed = params.seed
+        if seed is None:
+            seed = _mix(self._config.seed, self._num_requests)
+        for index in range(params.n):
+            sequence = self._make_sequence(request, forced, seed, index)
+            try:
+                self._scheduler.add(sequence)
+            except CapacityError:
+                self._drop(request)
+                raise
+            request.sequences.append(sequence)
+            request.num_sent.append(0)
+            self._owners[sequence] = request, index
+        self._requests[request_id] = request
+
+    def _make_sequence(
+        self, request: Request, forced: list[int], seed: int, index: int
+    ) -> Sequence:
+        params, ids = request.params, request.prompt_token_ids
+        room = self.max_model_len - len(ids)
+        wants_prompt = params.prompt_logprobs is not None and index == 0
         sequence = Sequence(
-            request_id=request_id,
-            prompt=prompt,
+            number=self._num_sequences,
             prompt_token_ids=ids,
             params=params,
-            max_tokens=min(wanted, room),
-            seed=_mix(self._config.seed, self._num_requests) if seed is None else seed,
-            forced_token_ids=tuple(forced),
+            max_tokens=len(forced) or min(params.max_tokens, room),
+            seed=(seed + index + 2**63) % 2**64 - 2**63,
+            wants_prompt_logprobs=wants_prompt,
+            forced_token_ids=forced,
+            prompt_logprobs=[None] if wants_prompt else [],  # nothing comes before the first token
         )
+        self._num_sequences += 1
         if self.tokenizer is not None and params.detokenize:
             sequence.text = RunningText(self.tokenizer, params, ids)
-        self._scheduler.add(sequence)
-        self._sequences[request_id] = sequence
-
-    def _check_request(
-        self,
-        request_id: str,
-        ids: list[int],
-        params: SamplingParams,
-        forced: SequenceOf[int],
-    ) -> None:
-        if request_id in self._sequences:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        if not ids:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if len(ids) >= self.max_model_len:
-            raise CapacityError(
-                f"the prompt has {len(ids)} tokens; with one token of output it must fit "
-                f"into max_model_len = {self.max_model_len}"
-            )
-        if len(ids) + len(forced) > self.max_model_len:
-            raise CapacityError(
-                f"{len(ids)} prompt and {len(forced)} forced tokens do not fit into "
-                f"max_model_len = {self.max_model_len}"
-            )
-        wrong = [i for i in [*ids, *forced] if not 0 <= i < self.model.vocab_size]
-        if wrong:
-            raise RequestError(
-                f"token id {show(wrong[0])} is not in the vocabulary of {self.model.vocab_size}",
-                param="prompt",
-            )
-        for token in params.stop_ids:
-            if token >= self.model.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids: {token} is not in the vocabulary of {self.model.vocab_size}",
-                    param="stop_token_ids",
-                )
-        if params.stop_strings and (self.tokenizer is None or not params.detokenize):
-            raise RequestError("stop strings need a tokenizer and detokenize=True", param="stop")
+        return sequence
 
     def has_unfinished(self) -> bool:
         """Whether a call of `step` would do something."""
-        return bool(self._sequences)
+        return bool(self._requests) or self._in_flight is not None
 
     def abort(self, request_id: str) -> None:
         """Drops a request, if it has not finished."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self._release(sequence)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._drop(request)
+            self.metrics.observe_request(request.summary("abort", time.monotonic()))
+            self._show_queue()
+
+    def _drop(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                self._scheduler.finish(sequence)
+                del self._owners[sequence]
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that it finished."""
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
-        output = self._runner.run(make_control(plan), self._buckets.choose(plan))
-        finished = self._take(plan, output)
+        """Plans a step and hands it to the device; then takes the results of the step before.
+
+        Returns:
+            Requests that finished, and what is new of streams.
+        """
+        before = self._in_flight
+        try:
+            self._in_flight = self._start()
+            if before is None and self._in_flight is None and self._requests:
+                raise AssertionError("requests wait, and nothing can run")
+            output = None if before is None else before.flight.wait()
+        except BaseException:
+            # Nothing is lost but the step: all that ran is computed again, if the arena is there.
+            self._in_flight = None
+            self._scheduler.restart()
+            raise
+        outputs = [] if before is None or output is None else self._take(before, output)
+        self._count()
         if self._config.check:
             self.check()
-        return finished
+            self._poison(self._pages.unowned() - self._poisoned)
+        return outputs
+
+    def close(self) -> None:
+        """Drops all requests and waits for the device: a step must not outlive the process."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        while self.has_unfinished():
+            self.step()
 
     def check(self) -> None:
         """Raises if pages or blocks do not add up."""
         self._scheduler.check()
         self._pages.check()
 
-    def _take(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
-        finished = []
-        place = 0
-        for i, row in enumerate(plan.rows):
+    def _start(self) -> _InFlight | None:
+        plan = self._scheduler.plan()
+        if plan is None:
+            return None
+        if self._config.check:
+            self._poison({page for block in plan.new_blocks for page in block.pages})
+            self._poisoned &= self._pages.unowned()
+        now = time.monotonic()
+        for row in plan.rows:
+            if row.starts_row:
+                self._start_row(row.sequence, now)
+        bucket = self._buckets.choose(plan)
+        flight = self._runner.start(
+            make_control(plan, bucket),
+            bucket,
+            with_logprobs=wants_logprobs(plan),
+            with_targets=wants_targets(plan),
+        )
+        return _InFlight(plan, bucket, flight)
+
+    def _start_row(self, sequence: Sequence, now: float) -> None:
+        request, _ = self._owners[sequence]
+        request.scheduled = request.scheduled or now
+        params = sequence.params
+        if params.changes_logits:
+            if sequence.row is None:
+                raise AssertionError("a sequence without a row is in a step")
+            eos = () if params.ignore_eos else self.model.eos_token_ids
+            self._runner.mark_row(
+                sequence.row,
+                prompt=sequence.prompt_token_ids,
+                output=sequence.output_token_ids,
+                stops=(*eos, *params.stop_ids),
+                biases=params.biases,
+            )
+
+    def _poison(self, pages: set[int]) -> None:
+        self._poisoned |= pages
+        self._runner.poison(sorted(pages))
+
+    def _take(self, done: _InFlight, output: StepOutput) -> list[RequestOutput]:
+        """Gives a step's results to the sequences that are still there."""
+        now = time.monotonic()
+        news: dict[Request, list[int]] = {}
+        first_places = np.cumsum([0, *(row.count for row in done.plan.prefill)])
+        for i, row in places(done.plan, done.bucket):
             sequence = row.sequence
-            if output.targets is not None and sequence.params.prompt_logprobs is not None:
-                self._add_prompt_logprobs(row, place, output.targets)
-            place += row.count
-            sequence.num_cached = row.start + row.count
-            if not row.sample:
+            sequence.num_pending -= row.sample
+            if sequence.is_finished:
                 continue
-            token = int(output.tokens[i])
-            self._add_token(sequence, token, i, output.logprobs)
-            finish = self._finish(sequence, token)
-            if not output.finite[i]:
-                logger.error("request %s: the logits are not finite", sequence.request_id)
-                finish = Finish("error", None)
-            if finish is not None:
-                self._sequences.pop(sequence.request_id)
-                self._release(sequence)
-                finished.append(make_output(sequence, finish))
-        return finished
+            is_prefill = i < len(done.plan.prefill)
+            if output.targets is not None and sequence.wants_prompt_logprobs and is_prefill:
+                self._add_prompt_logprobs(row, int(first_places[i]), output.targets)
+            if row.sample:
+                request, index = self._owners[sequence]
+                self._add_token(request, index, i, output, now)
+                news.setdefault(request, []).append(index)
+        return [
+            found
+            for request, indices in news.items()
+            if (found := self._output(request, indices, now)) is not None
+        ]
+
+    def _add_token(
+        self, request: Request, index: int, row: int, output: StepOutput, now: float
+    ) -> None:
+        sequence = request.sequences[index]
+        token = int(output.tokens[row])
+        sequence.output_token_ids.append(token)
+        if output.logprobs is not None:
+            self._add_logprobs(sequence, token, row, output.logprobs)
+        finish = self._finish(sequence, token)
+        is_broken = not output.finite[row]
+        if is_broken:
+            logger.error("request %s: the logits are not finite", request.request_id)
+            self.metrics.count_corrupted()
+            finish = Finish("error", None)
+        self._scheduler.offer(sequence)
+        if finish is not None:
+            self._scheduler.finish(sequence, is_broken=is_broken)
+            request.finishes[index] = finish
+            del self._owners[sequence]
+        if request.first_token is None:
+            request.first_token = now
+            self.metrics.observe_first_token(now - request.arrival)
+            self._prompt_tokens += len(request.prompt_token_ids)
+        elif len(sequence.output_token_ids) > 1 and request.last_token is not None:
+            self.metrics.observe_inter_token(now - request.last_token)
+        self._generation_tokens += 1
+
+    def _output(self, request: Request, indices: list[int], now: float) -> RequestOutput | None:
+        """What is to be given back after a step with tokens of these sequences."""
+        request.last_token = now
+        if request.is_finished:
+            del self._requests[request.request_id]
+            self.metrics.observe_request(request.summary(_reason(request), now))
+        if request.stream:
+            return request.delta(indices)
+        return request.output() if request.is_finished else None
+
+    def _count(self) -> None:
+        """Brings the metrics up to date."""
+        counts, self._scheduler.counts = self._scheduler.counts, Counts()
+        if counts.preemptions:
+            self.metrics.count_preemptions(counts.preemptions)
+        if counts.prefix_queries:
+            self.metrics.count_prefix_cache(counts.prefix_queries, counts.prefix_hits)
+        if self._prompt_tokens or self._generation_tokens:
+            self.metrics.count_step(self._prompt_tokens, self._generation_tokens)
+            self._prompt_tokens = self._generation_tokens = 0
+        if (compiles := num_compiles()) != self._num_compiles:
+            self.metrics.count_compiles("serving", compiles - self._num_compiles)
+            self._num_compiles = compiles
+        self._show_queue()
+
+    def _show_queue(self) -> None:
+        scheduler = self._scheduler
+        self.metrics.set_queue(len(scheduler.running), len(scheduler.waiting), scheduler.kv_usage)
 
     def _finish(self, sequence: Sequence, token: int) -> Finish | None:
         if sequence.forced_token_ids:
@@ -213,69 +346,30 @@ class Engine:
             return Finish("length", None) if done else None
         return find_finish(sequence, token, self.model.eos_token_ids)
 
-    def _release(self, sequence: Sequence) -> None:
-        freed: list[KvBlock] = self._scheduler.finish(sequence)
-        if self._config.check:
-            self._runner.poison([page for block in freed for page in block.pages])
-
     def _add_prompt_logprobs(self, row: RowPlan, place: int, found: Logprobs) -> None:
         sequence = row.sequence
         entries = sequence.prompt_logprobs
-        if not entries:
-            entries.append(None)  # nothing comes before the first token
+        wanted = sequence.params.prompt_logprobs or 0
         for i in range(row.count):
             position = row.start + i + 1
-            if position < len(sequence.prompt_token_ids):
+            # A sequence that was preempted comes by its first positions once more.
+            if position == len(entries) and position < len(sequence.prompt_token_ids):
                 token = sequence.prompt_token_ids[position]
-                wanted = sequence.params.prompt_logprobs or 0
-                entries.append(self._logprobs(found, place + i, token, wanted))
+                entries.append(make_entry(found, place + i, token, wanted, self.tokenizer))
 
-    def _add_token(self, sequence: Sequence, token: int, row: int, found: Logprobs) -> None:
-        sequence.output_token_ids.append(token)
+    def _add_logprobs(self, sequence: Sequence, token: int, row: int, found: Logprobs) -> None:
         wanted = sequence.params.logprobs
         if wanted is None and not sequence.forced_token_ids:
             return
-        entry = self._logprobs(found, row, token, wanted or 0)
+        entry = make_entry(found, row, token, wanted or 0, self.tokenizer)
         sequence.logprobs.append(entry)
         sequence.cumulative_logprob += entry[token].logprob
 
-    def _logprobs(self, found: Logprobs, at: int, token: int, wanted: int) -> dict[int, Logprob]:
-        """The token's entry first, then the likeliest ones."""
-        entries = {token: self._logprob(found.logprob[at], found.rank[at], token)}
-        for rank in range(min(wanted, found.top_ids.shape[1])):
-            other = int(found.top_ids[at, rank])
-            if other not in entries:
-                entries[other] = self._logprob(found.top_logprobs[at, rank], rank + 1, other)
-        return entries
 
-    def _logprob(self, value: Any, rank: Any, token: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.token_text(token)
-        return Logprob(logprob=float(value), rank=int(rank), decoded_token=text)
-
-
-def make_output(sequence: Sequence, finish: Finish) -> RequestOutput:
-    """The result of a finished sequence."""
-    params = sequence.params
-    wanted = params.logprobs is not None or bool(sequence.forced_token_ids)
-    completion = CompletionOutput(
-        index=0,
-        text=sequence.text.final() if sequence.text is not None else "",
-        token_ids=list(sequence.output_token_ids),
-        cumulative_logprob=sequence.cumulative_logprob if wanted else None,
-        logprobs=list(sequence.logprobs) if wanted else None,
-        finish_reason=finish.reason,
-        stop_reason=finish.stop,
-    )
-    prompt_logprobs = list(sequence.prompt_logprobs) or [None]
-    return RequestOutput(
-        request_id=sequence.request_id,
-        prompt=sequence.prompt,
-        prompt_token_ids=list(sequence.prompt_token_ids),
-        prompt_logprobs=None if params.prompt_logprobs is None else prompt_logprobs,
-        outputs=[completion],
-        finished=True,
-        num_cached_tokens=None,
-    )
+def _reason(request: Request) -> FinishReason:
+    """Of all sequences of a finished request: what went wrong, if anything did."""
+    reasons = [finish.reason for finish in request.finishes.values()]
+    return next((reason for reason in ("error", "length") if reason in reasons), "stop")
 
 
 def _mix(seed: int, number: int) -> int:

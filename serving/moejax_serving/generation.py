@@ -1,20 +1,22 @@
-"""From a request's body to generated tokens: what both kinds of completions share."""
+"""From a request's body to what the engine is asked for: what both kinds of completions share."""
 
-import asyncio
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from moejax.errors import CapacityError, MoejaxError, RequestError
+from moejax.errors import CapacityError, RequestError
 from moejax_serving.async_engine import AsyncEngine
-from moejax_serving.outputs import CompletionOutput, Logprob, RequestOutput
+from moejax_serving.job import Prompt
 from moejax_serving.protocol import GenerationBody
 from moejax_serving.sampling_params import SamplingParams
 from moejax_serving.tokenizer import Tokenizer
 
 _FROM_SERVER = ("temperature", "top_p", "top_k", "min_p")
 _FROM_BODY = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
     "seed",
     "stop",
     "stop_token_ids",
@@ -23,19 +25,10 @@ _FROM_BODY = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class ContextLengthError(RequestError):
     """The prompt, or what is to be generated, does not fit into the model's context."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """The tokens of one prompt, and its text if it came as text."""
-
-    token_ids: Sequence[int]
-    text: str | None = None
 
 
 def require_tokenizer(engine: AsyncEngine, param: str) -> Tokenizer:
@@ -70,14 +63,38 @@ def encode_prompt(
     return Prompt(ids, text)
 
 
-def check_num_prompts(engine: AsyncEngine, num_prompts: int) -> None:
-    """Refuses a request that the queue can never hold, before work is put into it."""
-    if num_prompts > engine.max_queued_requests:
-        raise RequestError(
-            f"{num_prompts} prompts in one request; the server holds at most "
-            f"{engine.max_queued_requests}",
-            param="prompt",
-        )
+def check_num_choices(engine: AsyncEngine, body: GenerationBody, num_prompts: int = 1) -> None:
+    """Refuses a request that the queue can never hold, before work is put into it.
+
+    Raises:
+        RequestError: it names `n`, or the prompts if there are too many of them alone.
+    """
+    num_choices = num_prompts * max(body.n or 1, 1)
+    if num_choices <= engine.max_queued_requests:
+        return
+    is_n = num_prompts <= engine.max_queued_requests
+    each = f"n = {body.n} for each of " if is_n else ""
+    raise RequestError(
+        f"{each}{num_prompts} prompts in one request; the server holds at most "
+        f"{engine.max_queued_requests}",
+        param="n" if is_n else "prompt",
+    )
+
+
+def check_stream(body: GenerationBody) -> None:
+    """Refuses what makes sense only with a stream, or only without.
+
+    Raises:
+        RequestError: it names the parameter.
+    """
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise RequestError("stream_options needs stream=true", param="stream_options")
+    if options is not None and options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise RequestError(f"{name} is not supported: leave it out", param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs needs stream=false", param="prompt_logprobs")
 
 
 def build_params(
@@ -86,6 +103,7 @@ def build_params(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """The body's sampling parameters; `defaults` for what it leaves out."""
     given: dict[str, Any] = {name: getattr(body, name) for name in _FROM_BODY + _FROM_SERVER}
@@ -93,7 +111,9 @@ def build_params(
     for name in _FROM_SERVER:
         if name in defaults:
             chosen.setdefault(name, defaults[name])
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+    return SamplingParams(
+        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **chosen
+    )
 
 
 def fit_max_tokens(
@@ -130,63 +150,3 @@ def fit_max_tokens(
             param=asked_param,
         )
     return asked
-
-
-async def generate_all(
-    engine: AsyncEngine,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    request_id: str,
-) -> list[RequestOutput]:
-    """The outputs of all prompts, or the first error: then the other prompts are aborted."""
-    tasks = [
-        asyncio.ensure_future(
-            engine.generate(prompt.token_ids, param, f"{request_id}-{index}", prompt.text)
-        )
-        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True))
-    ]
-    try:
-        outputs = await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    for output in outputs:
-        reason = output.outputs[0].finish_reason
-        if reason not in ("stop", "length"):
-            raise MoejaxError(f"the engine ended the request early: finish reason {reason}")
-    return list(outputs)
-
-
-def count_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_generated = sum(len(choice.token_ids) for o in outputs for choice in o.outputs)
-    usage: dict[str, Any] = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-    }
-    cached = [o.num_cached_tokens for o in outputs if o.num_cached_tokens is not None]
-    if cached:
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
-    return usage
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold; what is no number counts as the lowest."""
-    return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
-
-
-def token_name(token_id: int, logprob: Logprob) -> str:
-    """A token as it is shown beside its log-probability."""
-    return f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
-
-
-def chosen_logprobs(choice: CompletionOutput) -> list[tuple[int, Logprob, dict[int, Logprob]]]:
-    """For each generated token: its id, its own entry, and all entries of its position."""
-    return [
-        (token_id, entries[token_id], entries)
-        for token_id, entries in zip(choice.token_ids, choice.logprobs or [], strict=True)
-    ]

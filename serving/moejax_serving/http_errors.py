@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
+import dataclasses
 import http
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,45 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moejax.errors import CapacityError, MoejaxError, RequestError
-from moejax_serving.async_engine import EngineDeadError, QueueFullError
+from moejax_serving.async_engine import EngineDeadError, QueueFullError, ShuttingDownError
 from moejax_serving.generation import ContextLengthError
+from moejax_serving.service import NotReadyError
 
-_RETRY_AFTER_SECONDS = 1
+_RETRY_AFTER = {"Retry-After": "1"}  # in seconds
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 class UnknownModelError(RequestError):
     """The request names a model that is not served here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """How an error is told to a client."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object; its type follows from the status."""
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": kind if self.status < 500 else "server_error",
+            "param": self.param,
+            "code": self.code or _CODES.get(self.status),
+        }
+        # A message may quote what JSON strings can hold and UTF-8 cannot: half a surrogate pair.
+        return {
+            "error": {
+                key: value and value.encode(errors="replace").decode()
+                for key, value in error.items()
+            }
+        }
 
 
 class BodyLimit:
@@ -55,6 +86,32 @@ class BodyLimit:
         return f"the body is larger than {self._max_bytes} bytes"
 
 
+def describe(error: Exception) -> ErrorAnswer:
+    """How an error is told. What is not our own is a bug, and its text is not shown."""
+    text = str(error)
+    match error:
+        case UnknownModelError():
+            return ErrorAnswer(404, text, error.param, "model_not_found")
+        case ContextLengthError():
+            return ErrorAnswer(400, text, error.param, "context_length_exceeded")
+        case RequestError():
+            return ErrorAnswer(400, text, error.param)
+        case QueueFullError():
+            return ErrorAnswer(429, text, code="queue_full", headers=_RETRY_AFTER)
+        case CapacityError():
+            return ErrorAnswer(400, text, code="context_length_exceeded")
+        case NotReadyError():
+            return ErrorAnswer(503, text, code="loading", headers=_RETRY_AFTER)
+        case ShuttingDownError():
+            return ErrorAnswer(503, text, code="shutting_down", headers=_RETRY_AFTER)
+        case EngineDeadError():
+            return ErrorAnswer(500, text, code="engine_dead")
+        case MoejaxError():
+            return ErrorAnswer(500, text)
+        case _:
+            return ErrorAnswer(500, f"the server failed: {type(error).__name__}")
+
+
 def error_response(
     status: int,
     message: str,
@@ -63,49 +120,24 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """A response with OpenAI's error body; its type follows from the status."""
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    error = {
-        "message": message,
-        "type": kind if status < 500 else "server_error",
-        "param": param,
-        "code": code or _CODES.get(status),
-    }
-    # A message may quote what JSON strings can hold and UTF-8 cannot: half a surrogate pair.
-    content = {
-        "error": {
-            key: value and value.encode(errors="replace").decode() for key, value in error.items()
-        }
-    }
-    return JSONResponse(content, status_code=status, headers=dict(headers or {}))
+    """A response with OpenAI's error body."""
+    return _respond(ErrorAnswer(status, message, param, code, headers or {}))
 
 
 def install_handlers(app: FastAPI) -> None:
     """Makes every error of the application come out in that shape."""
-    app.add_exception_handler(MoejaxError, _on_own_error)
+    app.add_exception_handler(MoejaxError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(Exception, _on_error)
 
 
-async def _on_own_error(request: Request, error: Exception) -> JSONResponse:
-    param = error.param if isinstance(error, RequestError) else None
-    match error:
-        case UnknownModelError():
-            return error_response(404, str(error), param=param, code="model_not_found")
-        case ContextLengthError():
-            return error_response(400, str(error), param=param, code="context_length_exceeded")
-        case RequestError():
-            return error_response(400, str(error), param=param)
-        case QueueFullError():
-            headers = {"Retry-After": str(_RETRY_AFTER_SECONDS)}
-            return error_response(429, str(error), code="queue_full", headers=headers)
-        case CapacityError():
-            return error_response(400, str(error), code="context_length_exceeded")
-        case EngineDeadError():
-            return error_response(500, str(error), code="engine_dead")
-        case _:
-            return error_response(500, str(error))
+def _respond(answer: ErrorAnswer) -> JSONResponse:
+    return JSONResponse(answer.body, status_code=answer.status, headers=dict(answer.headers))
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    return _respond(describe(error))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -122,10 +154,6 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     elif message == http.HTTPStatus(error.status_code).phrase:
         message = f"{message}: {request.method} {request.url.path}"
     return error_response(error.status_code, message, headers=error.headers)
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    return error_response(500, f"the server failed: {type(error).__name__}")
 
 
 def _explain(cause: BaseException) -> str:

@@ -238,8 +238,7 @@ class LLM:
                         outputs[output.request_id] = output
                         bar.update()
         finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
+            self._shield(self.engine.close)
         return [outputs[request_id] for request_id in ids]
 
 

@@ -4,6 +4,7 @@ import bisect
 import logging
 import os
 import pathlib
+import time
 from importlib import resources
 from typing import Any
 
@@ -14,12 +15,16 @@ from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig
 from moejax.errors import CapacityError, ConfigError
 from moejax.models.decoder import abstract_params, params_bytes
+from moejax_serving.admission import ServedModel
 from moejax_serving.batch import Buckets, make_buckets
+from moejax_serving.compiles import keep_programs
 from moejax_serving.config import EngineConfig
-from moejax_serving.engine import Engine, ServedModel
+from moejax_serving.engine import Engine
+from moejax_serving.kv_blocks import BlockPool, root_key
 from moejax_serving.loader import empty_state, load_experts, load_params
 from moejax_serving.memory import MemoryPlan, human, plan_memory, workspace_bytes
-from moejax_serving.pages import BlockPool, PagePool
+from moejax_serving.metrics import Metrics
+from moejax_serving.pages import PagePool
 from moejax_serving.runner import Runner
 from moejax_serving.scheduler import Scheduler
 from moejax_serving.tokenizer import Tokenizer
@@ -31,7 +36,11 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def load_engine(
-    model: str | pathlib.Path | None, config: EngineConfig, *, progress: bool = True
+    model: str | pathlib.Path | None,
+    config: EngineConfig,
+    *,
+    metrics: Metrics | None = None,
+    progress: bool = True,
 ) -> Engine:
     """Makes an engine.
 
@@ -39,14 +48,16 @@ def load_engine(
         model: a moejax folder, or a Hugging Face folder, which is converted into a cache first.
             None: the small trained model that comes with the package.
         config: what it may use.
+        metrics: where the engine counts what it does; None: in some of its own.
         progress: show progress bars, on a terminal.
 
     Raises:
         CheckpointError, ConfigError, CapacityError: in one line, with the names and numbers.
     """
     # A converted folder is served without the converters.
-    from moejax_converters.cache import converted
+    from moejax_converters.cache import cache_folder, converted
 
+    keep_programs(cache_folder() / "programs")
     if model is None:
         source = pathlib.Path(str(resources.files("moejax_serving") / BUILT_IN_MODEL))
         name = BUILT_IN_MODEL
@@ -54,7 +65,14 @@ def load_engine(
         source, name = pathlib.Path(model), str(model)
     checkpoint = Checkpoint.open(converted(source))
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(checkpoint.folder)
-    return build_engine(checkpoint, config, name=name, tokenizer=tokenizer, progress=progress)
+    return build_engine(
+        checkpoint,
+        config,
+        name=name,
+        tokenizer=tokenizer,
+        metrics=Metrics(name) if metrics is None else metrics,
+        progress=progress,
+    )
 
 
 def build_engine(
@@ -63,22 +81,28 @@ def build_engine(
     *,
     name: str,
     tokenizer: Tokenizer | None,
+    metrics: Metrics,
     progress: bool = False,
 ) -> Engine:
-    """Plans the memory of a checkpoint's engine, then loads it."""
+    """Plans the memory of a checkpoint's engine, then loads it and compiles its programs."""
+    started = time.monotonic()
     parts = checkpoint.config
     geometry = choose_geometry(parts, parts.dtype if config.dtype == "auto" else config.dtype)
     max_model_len = _max_model_len(parts, config)
-    buckets = make_buckets(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, max_model_len),
-        block_size=geometry.block_size,
-        layers=geometry.num_layers,
-    )
-    plan, max_model_len = _plan(parts, geometry, config, buckets, max_model_len)
+    plan, max_model_len = _plan(parts, geometry, config, max_model_len)
     for line in plan.lines():
         logger.info(line)
-
+    metrics.set_memory(plan.kinds)
+    metrics.set_kv_blocks_capacity(plan.num_blocks)
+    metrics.set_cache_config(
+        {
+            "block_size": plan.block_size,
+            "num_gpu_blocks": plan.num_blocks,  # vLLM's name, whatever the device
+            "cache_dtype": geometry.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+        }
+    )
+    buckets = _buckets(geometry, config, max_model_len)
     pages = PagePool(plan.num_pages)
     blocks = BlockPool(pages, geometry.block_pages, plan.num_blocks + 1)
     state = empty_state(
@@ -87,6 +111,7 @@ def build_engine(
         rows=config.max_num_seqs,
         blocks_per_row=_blocks_per_row(geometry, max_model_len),
         max_blocks=blocks.max_blocks,
+        vocab_size=parts.vocab_size,
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_experts(checkpoint, geometry, state, pages, progress=progress)
@@ -98,6 +123,8 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         max_prefill_seqs=buckets.prefill_rows,
         max_num_batched_tokens=buckets.prefill_tokens[-1],
+        max_row_edits=buckets.max_row_edits,
+        cache_root=_cache_root(checkpoint, geometry) if config.enable_prefix_caching else None,
     )
     served = ServedModel(
         name=name,
@@ -111,7 +138,7 @@ def build_engine(
         },
         tokenizer=tokenizer,
     )
-    return Engine(
+    engine = Engine(
         served,
         config,
         memory=plan,
@@ -119,6 +146,29 @@ def build_engine(
         scheduler=scheduler,
         buckets=buckets,
         runner=runner,
+        metrics=metrics,
+    )
+    loaded = time.monotonic()
+    metrics.set_startup_phase("load", loaded - started)
+    if config.warm_up:
+        logger.info("compiling %d programs", len(buckets.all()))
+        engine.warm_up(progress=progress)
+        metrics.set_startup_phase("compile", time.monotonic() - loaded)
+    return engine
+
+
+def _cache_root(checkpoint: Checkpoint, geometry: Geometry) -> bytes:
+    """Keys of kv_blocks stand for tokens of this model, in this dtype, routed exactly."""
+    return root_key(checkpoint.fingerprint, geometry.dtype, "exact")
+
+
+def _buckets(geometry: Geometry, config: EngineConfig, max_model_len: int) -> Buckets:
+    return make_buckets(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, max_model_len),
+        block_size=geometry.block_size,
+        blocks_per_row=_blocks_per_row(geometry, max_model_len),
+        layers=geometry.num_layers,
     )
 
 
@@ -143,12 +193,12 @@ def _plan(
     parts: ModelConfig,
     geometry: Geometry,
     config: EngineConfig,
-    buckets: Buckets,
     max_model_len: int,
 ) -> tuple[MemoryPlan, int]:
     """The memory plan, and the longest sequence: shortened to what fits unless it was asked for."""
     device = device_bytes()
     most = host_bytes() if device is None else device
+    buckets = _buckets(geometry, config, max_model_len)
 
     def plan(blocks_per_row: int) -> MemoryPlan:
         found = plan_memory(

@@ -25,6 +25,7 @@ from moejax.errors import CheckpointError
 from moejax.models.decoder import Params, abstract_params, flatten_params, unflatten_params
 from moejax_serving.memory import STAGING_BYTES
 from moejax_serving.pages import Owner, PagePool
+from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 
 def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params:
@@ -49,7 +50,13 @@ def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params
 
 
 def empty_state(
-    geometry: Geometry, *, num_pages: int, rows: int, blocks_per_row: int, max_blocks: int
+    geometry: Geometry,
+    *,
+    num_pages: int,
+    rows: int,
+    blocks_per_row: int,
+    max_blocks: int,
+    vocab_size: int,
 ) -> ArenaState:
     """An arena of poison, and tables that point nowhere."""
     layers, experts = geometry.num_moe_layers, geometry.num_experts
@@ -62,6 +69,9 @@ def empty_state(
         block_pages=jnp.zeros((1, geometry.num_layers, max_blocks), jnp.int32),
         block_tables=jnp.zeros((1, rows, blocks_per_row), jnp.int32),
         last_tokens=jnp.zeros(rows, jnp.int32),
+        marks=jnp.zeros((rows, vocab_size), jnp.int32),
+        bias_tokens=jnp.full((rows, MAX_LOGIT_BIAS), vocab_size, jnp.int32),
+        bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
     )
 
 

@@ -8,6 +8,7 @@ from moejax.config import Mlp, ModelConfig
 from moejax.errors import CapacityError
 from moejax.models.paged import QUERY_TILE
 from moejax.models.step import HEAD_TILE, Bucket
+from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 # Pages that are written at once while a model is loaded.
 STAGING_BYTES = 16 << 20
@@ -38,10 +39,15 @@ class MemoryPlan:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.block_size
 
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind; they add up to the budget, but for what is too little for a block."""
+        kinds = ("dense", "experts", "kv", "workspace", "tables", "staging")
+        return {kind: getattr(self, kind) for kind in kinds}
+
     def lines(self) -> list[str]:
         """The plan in words, for the log."""
-        kinds = ("dense", "experts", "kv", "workspace", "tables", "staging")
-        parts = ", ".join(f"{kind} {human(getattr(self, kind))}" for kind in kinds)
+        parts = ", ".join(f"{kind} {human(size)}" for kind, size in self.kinds.items())
         return [
             f"memory budget {human(self.budget)}: {parts}",
             f"KV cache: {self.kv_tokens} tokens in {self.num_blocks} blocks of {self.block_size}",
@@ -73,10 +79,10 @@ def workspace_bytes(
     row_kv = blocks_per_row * geometry.page_bytes
     heads = max(kind.attention.num_heads for kind in config.layers)
     head_width = max(kind.attention.num_heads * kind.attention.head_size for kind in config.layers)
-    if bucket.max_query == 1:
-        cache, scores = rows * row_kv, 4 * rows * heads * keys
-    else:
-        cache, scores = row_kv, 4 * heads * min(QUERY_TILE, tokens) * keys
+    # Rows of one query attend all at once, those of several in tiles, one after the other.
+    decode_rows = rows - bucket.prefill_rows
+    queries = max(decode_rows, min(QUERY_TILE, bucket.max_query) if bucket.prefill_rows else 0)
+    cache, scores = max(decode_rows, 1) * row_kv, 4 * queries * heads * keys
     widths = [config.moe.expert_width]
     for kind in config.layers:
         part = kind.feed_forward
@@ -87,9 +93,14 @@ def workspace_bytes(
         tokens * (6 * config.hidden_size + 6 * head_width + 4 * max(widths))
         + 3 * slots * config.hidden_size
     )
-    places = rows + (min(HEAD_TILE, tokens) if bucket.with_targets else 0)
+    places = rows + (min(HEAD_TILE, tokens) if bucket.prefill_rows else 0)
     logits = 4 * places * config.vocab_size
     return 3 * expert + 2 * (cache + row_kv) + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+
+
+def sampling_bytes(config: ModelConfig, rows: int) -> int:
+    """Bytes of the tables of penalties and biases: a mark per row and token, and the biases."""
+    return 4 * rows * config.vocab_size + 8 * rows * MAX_LOGIT_BIAS
 
 
 def largest_matrix_bytes(config: ModelConfig, dtype: str) -> int:
@@ -136,6 +147,7 @@ def plan_memory(
         workspace += LIBRARY_WORKSPACE + largest_matrix_bytes(config, geometry.dtype)
     linears = geometry.num_moe_layers * geometry.num_experts
     tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * (blocks_per_row + 1))
+    tables += sampling_bytes(config, rows)
     fixed = dense + workspace + STAGING_BYTES + tables
     if budget is None:
         budget = (

@@ -1,6 +1,5 @@
-"""Who owns which page of the arena, and the kv_blocks that are made of pages. Plain Python."""
+"""Who owns which page of the arena. Plain Python."""
 
-import dataclasses
 import enum
 from collections.abc import Iterable
 
@@ -19,14 +18,19 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, 0, -1))
         self._owner: dict[int, Owner] = {}
+        self._counts = dict.fromkeys(Owner, 0)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    def unowned(self) -> set[int]:
+        """The pages that are free."""
+        return set(self._free)
+
     def count(self, owner: Owner) -> int:
         """Pages that hold this."""
-        return sum(1 for held in self._owner.values() if held is owner)
+        return self._counts[owner]
 
     def take(self, n: int, owner: Owner) -> list[int] | None:
         """Takes n pages, or none at all: None means that there are too few."""
@@ -34,6 +38,7 @@ class PagePool:
             return None
         pages = [self._free.pop() for _ in range(n)]
         self._owner.update(dict.fromkeys(pages, owner))
+        self._counts[owner] += n
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
@@ -43,8 +48,9 @@ class PagePool:
             if page not in self._owner or page in given:
                 raise ValueError(f"page {page} is not owned")
             given[page] = self._owner[page]
-        for page in given:
+        for page, owner in given.items():
             del self._owner[page]
+            self._counts[owner] -= 1
         self._free.extend(given)
 
     def check(self) -> None:
@@ -57,58 +63,4 @@ class PagePool:
         if len(free) + len(self._owner) + 1 != self.num_pages or 0 in free or 0 in self._owner:
             raise AssertionError(
                 f"{len(free)} free + {len(self._owner)} owned + poison != {self.num_pages} pages"
-            )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KvBlock:
-    """`block_size` tokens of all layers: one page per layer."""
-
-    number: int
-    pages: tuple[int, ...]
-
-
-class BlockPool:
-    """kv_blocks made of pages of a pool. Block 0 is poison and never handed out."""
-
-    def __init__(self, pages: PagePool, pages_per_block: int, max_blocks: int) -> None:
-        self._pages = pages
-        self._pages_per_block = pages_per_block
-        self._free = list(range(max_blocks - 1, 0, -1))
-        self._held: dict[int, KvBlock] = {}
-        self.max_blocks = max_blocks
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    def take(self) -> KvBlock | None:
-        """A block of free pages, or None if there are too few."""
-        if not self._free:
-            return None
-        pages = self._pages.take(self._pages_per_block, Owner.KV)
-        if pages is None:
-            return None
-        block = KvBlock(self._free.pop(), tuple(pages))
-        self._held[block.number] = block
-        return block
-
-    def give_back(self, block: KvBlock) -> None:
-        """Frees a block and its pages. Raises if it is not held."""
-        if self._held.get(block.number) is not block:
-            raise ValueError(f"kv_block {block.number} is not held")
-        del self._held[block.number]
-        self._pages.give_back(block.pages)
-        self._free.append(block.number)
-
-    def check(self) -> None:
-        """Raises if a block is lost or its pages are not accounted as KV."""
-        if len(self._free) + len(self._held) + 1 != self.max_blocks:
-            raise AssertionError(
-                f"{len(self._free)} free + {len(self._held)} held + poison != {self.max_blocks}"
-            )
-        pages = [page for block in self._held.values() for page in block.pages]
-        if len(set(pages)) != len(pages) or len(pages) != self._pages.count(Owner.KV):
-            raise AssertionError(
-                f"kv_blocks hold {len(pages)} pages, the pool counts {self._pages.count(Owner.KV)}"
             )

@@ -2,13 +2,16 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
+from moejax.adjust import row_parts, start_row
 from moejax.arena.control import Control, pack
 from moejax.arena.format import POISON_WORD
 from moejax.arena.geometry import Geometry
@@ -21,6 +24,20 @@ from moejax_serving.loader import store_pages
 _POISON_CHUNK = 64
 
 logger = logging.getLogger(__name__)
+
+
+class Flight:
+    """A step that the device has been given; its results are on their way to the host."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+
+    def wait(self) -> StepOutput:
+        """The results as NumPy arrays, once the step has run."""
+        found: StepOutput = jax.device_get(self._output)
+        return found
 
 
 class Runner:
@@ -43,12 +60,44 @@ class Runner:
         self._workspace = workspace
         self._programs: dict[Bucket, Any] = {}
 
-    def run(self, control: Control, bucket: Bucket) -> StepOutput:
-        """Runs a step and waits for it. The result is on the host."""
+    def start(
+        self, control: Control, bucket: Bucket, *, with_logprobs: bool, with_targets: bool
+    ) -> Flight:
+        """Gives the device a step, behind those that it has. What is not wanted stays there."""
         array = jnp.asarray(pack(control, bucket.layout))
         self._state, output = self.program(bucket)(self._params, self._state, array)
-        found: StepOutput = jax.device_get(output)
-        return found
+        return Flight(
+            output._replace(
+                logprobs=output.logprobs if with_logprobs else None,
+                targets=output.targets if with_targets else None,
+            )
+        )
+
+    def mark_row(
+        self,
+        row: int,
+        *,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        stops: Sequence[int],
+        biases: Sequence[tuple[int, float]],
+    ) -> None:
+        """Tells the tables of penalties and biases of a sequence that starts in a row."""
+        state = self._state
+        for part in row_parts(
+            row,
+            vocab=self._config.vocab_size,
+            num_biases=state.bias_tokens.shape[1],
+            prompt=prompt,
+            output=output,
+            stops=stops,
+            biases=biases,
+        ):
+            marks, tokens, values = _start_row(
+                state.marks, state.bias_tokens, state.bias_values, part
+            )
+            state = dataclasses.replace(state, marks=marks, bias_tokens=tokens, bias_values=values)
+        self._state = state
 
     def program(self, bucket: Bucket) -> Any:
         """The program of a bucket, compiled at its first use."""
@@ -65,6 +114,16 @@ class Runner:
                 )
         return self._programs[bucket]
 
+    def warm_up(self, buckets: Sequence[Bucket], *, with_poison: bool, progress: bool) -> None:
+        """Compiles everything that serving needs, and runs each program once with nothing to do."""
+        bar = tqdm(buckets, "programs", disable=None if progress else True)
+        for bucket in bar:
+            self.start(Control(()), bucket, with_logprobs=True, with_targets=True).wait()
+        self.mark_row(0, prompt=(), output=(), stops=(), biases=())
+        if with_poison:
+            self.poison([self._state.pages.shape[1]])
+        jax.block_until_ready(self._state)
+
     def temp_bytes(self, bucket: Bucket) -> int:
         """Bytes of temporaries of a bucket's program, as the compiler says."""
         memory = self.program(bucket).memory_analysis()
@@ -80,6 +139,9 @@ class Runner:
             self._state = dataclasses.replace(
                 self._state, pages=store_pages(self._state.pages, ids, words)
             )
+
+
+_start_row = jax.jit(start_row, donate_argnums=(0, 1, 2))
 
 
 def compile_step(

@@ -21,15 +21,15 @@ MAX_STOP_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 """The most stop tokens of a request."""
 
+MAX_LOGIT_BIAS = 1024
+"""The most tokens whose logits a request may change."""
+
+MAX_N = 128
+"""The most answers to one prompt."""
+
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "structured_outputs": (),
     "bad_words": ([], ()),
     "allowed_token_ids": (),
@@ -40,10 +40,15 @@ _FLOATS = {
     "temperature": (0.0, 1e9),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 1e6),
 }
 _INTS = {
+    "n": (1, MAX_N),
     "top_k": (-1, 2**31 - 1),
     "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -58,6 +63,7 @@ class SamplingParams:
     """How the tokens of one request are chosen. A wrong value is a `RequestError` that names it."""
 
     n: int = 1
+    """Answers to the prompt; the seed of the i-th is `seed` + i."""
     temperature: float = 1.0
     """0: always the likeliest token."""
     top_p: float = 1.0
@@ -73,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int = 16
     min_tokens: int = 0
+    """Before these, neither a token that ends the sequence nor a stop string counts."""
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many of the likeliest ones."""
     prompt_logprobs: int | None = None
@@ -82,9 +89,13 @@ class SamplingParams:
     best_of: int | None = None
     use_beam_search: bool = False
     presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output holds."""
     frequency_penalty: float = 0.0
+    """Taken off as many times as the output holds the token."""
     repetition_penalty: float = 1.0
+    """Divides the logits above 0, and multiplies those below, of tokens of prompt and output."""
     logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens. Stored as a tuple of pairs; `biases` is that tuple."""
     structured_outputs: Any = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -106,6 +117,11 @@ class SamplingParams:
         checked["stop_token_ids"] = _check_stop_token_ids(self.stop_token_ids)
         if checked["top_p"] == 0.0:
             raise _wrong("top_p", "more than 0", self.top_p)
+        if checked["repetition_penalty"] == 0.0:
+            raise _wrong("repetition_penalty", "more than 0", self.repetition_penalty)
+        if checked["min_tokens"] > checked["max_tokens"]:
+            raise _wrong("min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
+        checked["logit_bias"] = _check_logit_bias(self.logit_bias)
         checked["top_k"] = max(checked["top_k"], 0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -121,6 +137,23 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end the sequence, besides the model's own."""
         return tuple(self.stop_token_ids or ())
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """(token id, what is added to its logit), in the order of the ids."""
+        pairs: Any = self.logit_bias or ()
+        return tuple(pairs)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties, biases or a minimal length change logits before the choice."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+        )
 
 
 def refuse_unless_neutral(
@@ -209,6 +242,39 @@ def _check_stop_token_ids(ids: Any) -> tuple[int, ...]:
             param="stop_token_ids",
         )
     return tuple(_check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in read)
+
+
+def _check_logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    if given is None:
+        return ()
+    # A tuple of pairs: from another SamplingParams.
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise _wrong("logit_bias", "a mapping of token ids to numbers", given)
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, got {len(pairs)}",
+            param="logit_bias",
+        )
+    found: dict[int, float] = {}
+    for key, value in pairs:
+        # Keys of JSON objects are strings.
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11
+        token = int(key) if is_digits else key
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise _wrong("logit_bias", "a mapping of token ids to numbers", given)
+        token = int(token)
+        if not 0 <= token < 2**31:
+            raise _wrong("logit_bias", "a mapping of token ids to numbers", given)
+        try:
+            found[token] = _check_float("logit_bias", value, -100.0, 100.0)
+        except RequestError as error:
+            raise RequestError(
+                f"logit_bias of token {token}: {error}", param="logit_bias"
+            ) from None
+    return tuple(sorted(found.items()))
 
 
 def _wrong(name: str, expected: str, value: Any, *, param: str | None = None) -> RequestError:

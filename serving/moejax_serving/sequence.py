@@ -1,11 +1,11 @@
-"""The engine's side of a request: its tokens, its blocks, how far it has come."""
+"""The engine's side of one answer to a request: its tokens, its blocks, how far it has come."""
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+from moejax_serving.kv_blocks import KvBlock
 from moejax_serving.outputs import Logprob
-from moejax_serving.pages import KvBlock
 from moejax_serving.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -14,32 +14,49 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine."""
+    """One sequence of tokens that grows."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
+    number: int
+    """Of its arrival: what came first goes first."""
+    prompt_token_ids: SequenceOf[int]
     params: SamplingParams
     max_tokens: int
     """Output tokens after which it ends: the request's, or what the context leaves."""
     seed: int
+    wants_prompt_logprobs: bool = False
     forced_token_ids: SequenceOf[int] = ()
     """Taken instead of sampled tokens."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
+    is_finished: bool = False
+
     row: int | None = None
     """Its row of the block tables while it runs."""
     blocks: list[KvBlock] = dataclasses.field(default_factory=list)
     num_cached: int = 0
-    """Tokens whose KV is in the cache, from the start."""
+    """Tokens, from the start, whose KV is in the cache once the steps in flight have run."""
+    num_pending: int = 0
+    """Output tokens of steps in flight."""
+    num_hits: int | None = None
+    """Prompt tokens that were in the prefix cache when it was first admitted."""
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    """Of its blocks that are full of known tokens, as far as they are needed."""
+    num_registered: int = 0
+    """Of its blocks, how many from the start have been offered to the prefix cache."""
     text: "RunningText | None" = None
     """Its running detokenisation, where there is a tokenizer."""
 
     @property
-    def num_tokens(self) -> int:
+    def num_known(self) -> int:
+        """Tokens whose ids are here."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that there are, those in flight included."""
+        return self.num_known + self.num_pending
 
     @property
     def max_num_tokens(self) -> int:
@@ -47,13 +64,19 @@ class Sequence:
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property
-    def in_prefill(self) -> bool:
-        """Whether prompt tokens are yet to be processed."""
-        return self.num_cached < len(self.prompt_token_ids)
+    def num_made(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.output_token_ids) + self.num_pending
 
-    def token(self, position: int) -> int:
-        """The token at a position, of prompt or output."""
+    @property
+    def num_left(self) -> int:
+        """Tokens that a step could process now: none once the last one is on its way."""
+        return 0 if self.num_made >= self.max_tokens else self.num_tokens - self.num_cached
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens of prompt and output from position start to end."""
         prompt = len(self.prompt_token_ids)
-        if position < prompt:
-            return self.prompt_token_ids[position]
-        return self.output_token_ids[position - prompt]
+        return [
+            *self.prompt_token_ids[start:end],
+            *self.output_token_ids[max(start - prompt, 0) : max(end - prompt, 0)],
+        ]

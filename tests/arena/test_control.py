@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.arena.control import Control, Layout, RowControl, float_bits, pack, unpack
+from moejax.arena.control import Control, Layout, RowControl, pack, unpack
 
-LAYOUT = Layout(tokens=4, rows=2, blocks=3, expert_edits=2, layers=2)
+LAYOUT = Layout(tokens=4, rows=2, blocks=3, row_edits=4, expert_edits=2, layers=2)
 
 
 def pack_row(**fields: Any) -> list[int]:
     """The 16 fields of the only row of a step."""
     row = {"row": 0, "tokens": [1], "cached": 0, "sample": False} | fields
-    layout = Layout(tokens=len(row["tokens"]), rows=1, blocks=0, expert_edits=0, layers=1)
+    layout = Layout(
+        tokens=len(row["tokens"]), rows=1, blocks=0, row_edits=0, expert_edits=0, layers=1
+    )
     start = 16 + 2 * layout.tokens
     return pack(Control([RowControl(**row)]), layout)[start:].tolist()
 
@@ -29,9 +31,9 @@ def test_sections_follow_each_other_without_gaps() -> None:
         "rows": 24,
         "block_edits": 56,  # after 2 rows of 16 fields
         "row_edits": 65,  # after 3 of 1 + 2 words
-        "expert_edits": 74,  # after 3 of 3 words
+        "expert_edits": 77,  # after 4 of 3 words
     }
-    assert LAYOUT.size == 82  # 2 of 4 words
+    assert LAYOUT.size == 85  # 2 of 4 words
 
 
 def test_a_whole_array_by_hand() -> None:
@@ -49,6 +51,11 @@ def test_a_whole_array_by_hand() -> None:
                 top_p=0.5,
                 min_p=2.0,
                 top_k=9,
+                presence_penalty=0.5,
+                frequency_penalty=2.0,
+                repetition_penalty=0.5,
+                changes_logits=True,
+                bans_stops=True,
             ),
             RowControl(row=1, tokens=[-1], cached=30, sample=False, exact_routing=True),
         ],
@@ -64,11 +71,13 @@ def test_a_whole_array_by_hand() -> None:
     assert array[0:16].tolist() == [1, 2, 3, 1, 2, 1, 1, 1] + [0] * 8
     assert array[16:20].tolist() == [11, 12, -1, 0]
     assert array[20:24].tolist() == [12, -1, -1, -1]
-    assert array[24:40].tolist() == [5, 0, 2, 8, 1, 7, 2, 3, one, half, two, 9, 0, 0, 0, 0]
-    assert array[40:56].tolist() == [1, 2, 1, 30, 2, -1, 0, 0, 0, one, 0, 0, 0, 0, 0, 0]
+    assert array[24:40].tolist() == [
+        *(5, 0, 2, 8, 1 + 4 + 8, 7, 2, 3, one, half, two, 9, half, two, half, 0)
+    ]
+    assert array[40:56].tolist() == [*(1, 2, 1, 30, 2, -1, 0, 0, 0, one, 0, 0, 0, 0, one, 0)]
     assert array[56:65].tolist() == [6, 101, 102] + [0] * 6
-    assert array[65:74].tolist() == [5, 1, 6, 1, 0, 4] + [0] * 3
-    assert array[74:82].tolist() == [1, 13, -1, 16] + [0] * 4
+    assert array[65:77].tolist() == [5, 1, 6, 1, 0, 4] + [0] * 6
+    assert array[77:85].tolist() == [1, 13, -1, 16] + [0] * 4
 
 
 def test_an_empty_control_has_a_version_and_no_targets() -> None:
@@ -79,11 +88,18 @@ def test_an_empty_control_has_a_version_and_no_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "exact_routing", "flags"),
-    [(False, False, 0), (True, False, 1), (False, True, 2), (True, True, 3)],
+    ("options", "flags"),
+    [
+        ({}, 0),
+        ({"sample": True}, 1),
+        ({"exact_routing": True}, 2),
+        ({"changes_logits": True}, 4),
+        ({"bans_stops": True}, 8),
+        ({"sample": True, "exact_routing": True, "bans_stops": True}, 11),
+    ],
 )
-def test_flags_are_bits(sample: bool, exact_routing: bool, flags: int) -> None:
-    assert pack_row(sample=sample, exact_routing=exact_routing)[4] == flags
+def test_flags_are_bits(options: dict[str, bool], flags: int) -> None:
+    assert pack_row(**options)[4] == flags
 
 
 @pytest.mark.parametrize(
@@ -108,13 +124,15 @@ def test_a_seed_is_two_words_low_first(seed: int, low: int, high: int) -> None:
     [(0.0, 0), (1.0, 0x3F800000), (0.1, 0x3DCCCCCD), (-0.0, -(2**31)), (-1.0, -0x40800000)],
 )
 def test_floats_travel_as_their_bits(value: float, bits: int) -> None:
-    assert float_bits(value) == bits
     assert pack_row(temperature=value, top_p=value, min_p=value)[8:11] == [bits] * 3
+    penalties = {"presence_penalty": value, "frequency_penalty": value, "repetition_penalty": value}
+    assert pack_row(**penalties)[12:15] == [bits] * 3
 
 
 @given(st.floats(width=32, allow_nan=False))
 def test_every_float_comes_back(value: float) -> None:
-    assert np.array([float_bits(value)], np.int32).view(np.float32)[0] == value
+    found = pack_row(temperature=value)[8]
+    assert np.array([found], np.int32).view(np.float32)[0] == value
 
 
 TWO_ROWS = [RowControl(row=row, tokens=[1, 2], cached=0, sample=False) for row in range(2)]
@@ -129,7 +147,7 @@ TWO_ROWS = [RowControl(row=row, tokens=[1, 2], cached=0, sample=False) for row i
             "5 tokens do not fit a bucket of 4",
         ),
         (Control([], block_edits=[(1, 2, 3)] * 4), "4 block_edits do not fit 3"),
-        (Control([], row_edits=[(0, 0, 1)] * 4), "4 row_edits do not fit 3"),
+        (Control([], row_edits=[(0, 0, 1)] * 5), "5 row_edits do not fit 4"),
         (Control([], expert_edits=[(0, 0, 0, 1)] * 3), "3 expert_edits do not fit 2"),
     ],
     ids=["rows", "tokens", "block edits", "row edits", "expert edits"],
@@ -151,7 +169,7 @@ def test_an_edit_of_the_wrong_length_is_refused() -> None:
 
 
 def test_an_array_of_another_bucket_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a control array of 82 words is needed, got \(81,\)"):
+    with pytest.raises(ValueError, match=r"a control array of 85 words is needed, got \(81,\)"):
         unpack(jnp.zeros(81, jnp.int32), LAYOUT)
 
 
@@ -159,18 +177,24 @@ def test_an_array_of_another_bucket_is_refused() -> None:
     tokens=st.integers(1, 9),
     rows=st.integers(1, 5),
     blocks=st.integers(0, 4),
+    row_edits=st.integers(0, 4),
     expert_edits=st.integers(0, 4),
     layers=st.integers(1, 4),
 )
 @settings(max_examples=10)  # each is some programs
 def test_unpack_finds_every_word_once_and_where_the_layout_says(
-    tokens: int, rows: int, blocks: int, expert_edits: int, layers: int
+    tokens: int, rows: int, blocks: int, row_edits: int, expert_edits: int, layers: int
 ) -> None:
     layout = Layout(
-        tokens=tokens, rows=rows, blocks=blocks, expert_edits=expert_edits, layers=layers
+        tokens=tokens,
+        rows=rows,
+        blocks=blocks,
+        row_edits=row_edits,
+        expert_edits=expert_edits,
+        layers=layers,
     )
     assert layout.size == (
-        16 + 2 * tokens + 16 * rows + blocks * (1 + layers) + blocks * 3 + expert_edits * 4
+        16 + 2 * tokens + 16 * rows + blocks * (1 + layers) + row_edits * 3 + expert_edits * 4
     )
     parts = unpack(jnp.arange(layout.size, dtype=jnp.int32), layout)
     np.testing.assert_array_equal(
@@ -182,7 +206,7 @@ def test_unpack_finds_every_word_once_and_where_the_layout_says(
         "targets": (tokens,),
         "rows": (rows, 16),
         "block_edits": (blocks, 1 + layers),
-        "row_edits": (blocks, 3),
+        "row_edits": (row_edits, 3),
         "expert_edits": (expert_edits, 4),
     }
 
@@ -199,3 +223,16 @@ def test_unpack_gives_back_what_pack_was_given() -> None:
     assert parts["rows"][:, :5].tolist() == [[3, 0, 2, 0, 0], [0, 2, 1, 17, 1]]
     assert parts["block_edits"][0].tolist() == [2, 30, 31]
     assert parts["row_edits"][0].tolist() == [3, 0, 2]
+
+
+def test_a_row_may_stay_empty() -> None:
+    """Rows of one token have their places after those of prompts, however many these are."""
+    rows = [
+        RowControl(row=3, tokens=[7, 8], cached=0, sample=False),
+        RowControl(row=0, tokens=[], cached=0, sample=False),
+        RowControl(row=4, tokens=[9], cached=5, sample=True),
+    ]
+    layout = Layout(tokens=4, rows=3, blocks=0, row_edits=0, expert_edits=0, layers=2)
+    parts = unpack(jnp.asarray(pack(Control(rows), layout)), layout)
+    assert parts["tokens"].tolist() == [7, 8, 9, 0]
+    assert parts["rows"][:, :3].tolist() == [[3, 0, 2], [0, 2, 0], [4, 2, 1]]

@@ -177,7 +177,7 @@ def test_tokens_are_read_in_the_order_of_their_blocks() -> None:
 LAYERS, MOE_LAYERS, EXPERTS = 3, 2, 3
 BLOCKS, ROWS, BLOCKS_PER_ROW = 5, 4, 3
 SLOTS = {"gate_up_pages": 4, "down_pages": 2}
-LAYOUT = Layout(tokens=1, rows=1, blocks=4, expert_edits=5, layers=LAYERS)
+LAYOUT = Layout(tokens=1, rows=1, blocks=4, row_edits=4, expert_edits=5, layers=LAYERS)
 EDIT_SECTIONS = ("block_edits", "row_edits", "expert_edits")
 
 
@@ -200,6 +200,9 @@ def make_state() -> ArenaState:
         block_pages=table(LAYERS, BLOCKS),
         block_tables=table(ROWS, BLOCKS_PER_ROW),
         last_tokens=jnp.arange(ROWS, dtype=jnp.int32),
+        marks=jnp.zeros((ROWS, 7), jnp.int32),
+        bias_tokens=jnp.full((ROWS, 1), 7, jnp.int32),
+        bias_values=jnp.zeros((ROWS, 1), jnp.float32),
     )
 
 
@@ -321,7 +324,7 @@ def test_an_array_without_edits_changes_nothing() -> None:
 
 
 def test_a_bucket_may_have_no_room_for_expert_edits() -> None:
-    layout = Layout(tokens=1, rows=1, blocks=1, expert_edits=0, layers=LAYERS)
+    layout = Layout(tokens=1, rows=1, blocks=1, row_edits=1, expert_edits=0, layers=LAYERS)
     control = Control([], block_edits=[(3, 7, 8, 9)], row_edits=[(3, 2, 3)])
     before = make_state()
     found = apply(before, jnp.asarray(pack(control, layout)), layout)

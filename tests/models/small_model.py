@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.adjust import row_parts, start_row
 from moejax.arena import format
 from moejax.arena.control import Control, Layout, RowControl, pack
 from moejax.arena.geometry import Geometry, make_geometry
@@ -35,6 +36,7 @@ HIDDEN, EXPERTS, WIDTH = 24, 5, 9
 PAGE_BYTES = 1024
 LENGTH = 80
 TABLE_ROWS = 6
+BIASES = 4
 # A dense segment, then one of period two.
 ALL_LAYERS = "abcbc"
 
@@ -132,16 +134,26 @@ def whole_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
 
 
 def prefill_bucket(layers: str = ALL_LAYERS) -> Bucket:
-    layout = Layout(tokens=LENGTH, rows=3, blocks=13, expert_edits=0, layers=len(layers))
-    return Bucket(layout=layout, max_query=LENGTH, with_targets=True)
+    layout = Layout(
+        tokens=LENGTH, rows=3, blocks=13, row_edits=13, expert_edits=0, layers=len(layers)
+    )
+    return Bucket(layout=layout, prefill_rows=3, max_query=LENGTH)
 
 
 def decode_bucket(layers: str = ALL_LAYERS) -> Bucket:
-    layout = Layout(tokens=4, rows=4, blocks=4, expert_edits=0, layers=len(layers))
-    return Bucket(layout=layout, max_query=1, with_targets=False)
+    layout = Layout(tokens=4, rows=4, blocks=4, row_edits=4, expert_edits=0, layers=len(layers))
+    return Bucket(layout=layout, prefill_rows=0, max_query=1)
 
 
-PREFILL, DECODE = prefill_bucket(), decode_bucket()
+def mixed_bucket(layers: str = ALL_LAYERS) -> Bucket:
+    """Two prompts, and four rows of one token."""
+    layout = Layout(
+        tokens=LENGTH + 4, rows=6, blocks=17, row_edits=17, expert_edits=0, layers=len(layers)
+    )
+    return Bucket(layout=layout, prefill_rows=2, max_query=LENGTH)
+
+
+PREFILL, DECODE, MIXED = prefill_bucket(), decode_bucket(), mixed_bucket()
 
 
 @cache
@@ -182,6 +194,9 @@ class Arena:
             block_pages=jnp.zeros((1, geometry.num_layers, max_blocks), jnp.int32),
             block_tables=jnp.zeros((1, TABLE_ROWS, LENGTH // self.block_size), jnp.int32),
             last_tokens=jnp.zeros(TABLE_ROWS, jnp.int32),
+            marks=jnp.zeros((TABLE_ROWS, VOCAB), jnp.int32),
+            bias_tokens=jnp.full((TABLE_ROWS, BIASES), VOCAB, jnp.int32),
+            bias_values=jnp.zeros((TABLE_ROWS, BIASES), jnp.float32),
         )
 
     def _store_experts(self, pages: np.ndarray) -> list[np.ndarray]:
@@ -220,6 +235,16 @@ class Arena:
         self.state, output = run(self.model.params, self.state, jnp.asarray(array))
         found: StepOutput = jax.device_get(output)
         return found
+
+    def mark(self, row: int, **lists: Any) -> None:
+        """Tells the tables of penalties and biases of a row that begins."""
+        given = {"prompt": [], "output": [], "stops": [], "biases": []} | lists
+        for part in row_parts(row, vocab=VOCAB, num_biases=BIASES, **given):
+            tables = (self.state.marks, self.state.bias_tokens, self.state.bias_values)
+            marks, bias_tokens, bias_values = start_row(*tables, jax.tree.map(jnp.asarray, part))
+            self.state = dataclasses.replace(
+                self.state, marks=marks, bias_tokens=bias_tokens, bias_values=bias_values
+            )
 
     def copy(self) -> "Arena":
         """Another one with the same pages and tables."""

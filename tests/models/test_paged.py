@@ -6,6 +6,7 @@ import pytest
 from models.small_model import (
     DECODE,
     LENGTH,
+    MIXED,
     PREFILL,
     TABLE_ROWS,
     VOCAB,
@@ -79,7 +80,8 @@ def test_a_prompt_in_several_chunks(chunks: list[int]) -> None:
 def test_prompts_of_several_rows_in_one_step() -> None:
     lengths = {5: 20, 0: 1, 3: 33}
     prompts = {row: random_tokens(n, seed=row) for row, n in lengths.items()}
-    output = Arena().run([row_of(row, tokens) for row, tokens in prompts.items()], PREFILL)
+    rows = [row_of(row, tokens, targets=tokens) for row, tokens in prompts.items()]
+    output = Arena().run(rows, PREFILL)
     at = 0
     for i, tokens in enumerate(prompts.values()):
         wanted = whole_logprobs(make_model(), tokens)
@@ -258,6 +260,55 @@ def test_the_paths_of_one_and_of_several_queries_agree() -> None:
     )
     for name, table in one.items():
         np.testing.assert_array_equal(table, several[name], err_msg=name)
+
+
+def test_prompts_and_single_tokens_share_a_step() -> None:
+    sequences = {row: random_tokens(n, seed=row) for row, n in {1: 3, 5: 25, 0: 8}.items()}
+    arena = Arena()
+    for row, tokens in sequences.items():
+        arena.run([row_of(row, tokens)], PREFILL)
+    empty = row_of(0, [], sample=False)
+    for prompts in ({2: 40}, {3: 9, 4: 64}, {}):
+        decode = [row_of(row, [7], len(tokens)) for row, tokens in sequences.items()]
+        chunks = [row_of(row, random_tokens(n, seed=n)) for row, n in prompts.items()]
+        other = arena.copy()
+        output = other.run([*chunks, *[empty] * (2 - len(chunks)), *decode], MIXED)
+        for i, (row, n) in enumerate(prompts.items()):
+            wanted = whole_logprobs(make_model(), random_tokens(n, seed=n))[-1]
+            np.testing.assert_allclose(row_distributions(output)[i], wanted, atol=TOLERANCE)
+            assert other.state.last_tokens[row] == output.tokens[i]
+        for i, (row, tokens) in enumerate(sequences.items(), 2):
+            wanted = whole_logprobs(make_model(), [*tokens, 7])[-1]
+            np.testing.assert_allclose(row_distributions(output)[i], wanted, atol=TOLERANCE)
+            assert other.state.last_tokens[row] == output.tokens[i]
+
+
+def test_a_token_that_was_chosen_is_marked_where_it_counts() -> None:
+    arena = Arena()
+    rows = [row_of(2, [1, 2], changes_logits=True), row_of(4, [3, 4])]
+    token = int(arena.run(rows, PREFILL).tokens[0])
+    for n in range(1, 4):
+        marks = np.array(arena.state.marks)
+        assert marks[2].sum() == 4 * n and marks[[0, 1, 3, 4, 5]].sum() == 0
+        assert marks[2, token] >= 4
+        penalty = {"frequency_penalty": 1.0, "changes_logits": True}
+        token = int(arena.run([row_of(2, [-1], 1 + n, **penalty)], DECODE).tokens[0])
+
+
+def test_a_banned_stop_and_a_bias_change_the_choice_and_not_the_log_probability() -> None:
+    tokens = random_tokens(5)
+    wanted = whole_logprobs(make_model(), tokens)[-1]
+    best, second = np.argsort(-wanted)[:2]
+    arena = Arena()
+    arena.mark(3, stops=[int(best)])
+    options = {"changes_logits": True, "bans_stops": True}
+    output = arena.run([row_of(3, tokens, **options)], PREFILL)
+    assert output.tokens[0] == second
+    np.testing.assert_allclose(output.logprobs.logprob[0], wanted[second], atol=TOLERANCE)
+    arena = Arena()
+    arena.mark(3, biases=[(7, 100.0)])
+    assert arena.run([row_of(3, tokens, changes_logits=True)], PREFILL).tokens[0] == 7
+    assert arena.run([row_of(3, tokens)], PREFILL).tokens[0] == best
 
 
 def garbage(array: np.ndarray, layout: Layout, control: Control) -> np.ndarray:

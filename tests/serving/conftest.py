@@ -3,6 +3,7 @@
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import tokenizers
@@ -49,14 +50,18 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer | None, reply: Sequence[int] = (40, 41, 42)) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = 64
+        self.model_name = "fake"
+        self.default_sampling: dict[str, float | int] = {}
         self.reply = list(reply)
+        self.finish_reason: str | None = None
         self.fail_in_step: BaseException | None = None
         self.fail_in_add: BaseException | None = None
         self.is_stuck = False
+        self.num_cached_tokens: int | None = None
         self.added: list[tuple[list[int], SamplingParams, str | None]] = []
         self.aborted: list[str] = []
         self.most_at_once = 0
-        self._running: dict[str, tuple[list[int], SamplingParams, list[int]]] = {}
+        self._running: dict[str, tuple[list[int], SamplingParams, list[int], bool]] = {}
 
     def add_request(
         self,
@@ -64,15 +69,20 @@ class FakeEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         prompt: str | None = None,
+        *,
+        stream: bool = False,
     ) -> None:
         if self.fail_in_add is not None:
             raise self.fail_in_add
         self.added.append((list(prompt_token_ids), params, prompt))
-        self._running[request_id] = (list(prompt_token_ids), params, [])
+        self._running[request_id] = (list(prompt_token_ids), params, [], stream)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         del self._running[request_id]
+
+    def close(self) -> None:
+        self._running.clear()
 
     def has_unfinished(self) -> bool:
         return bool(self._running) and not self.is_stuck
@@ -81,34 +91,54 @@ class FakeEngine:
         if self.fail_in_step is not None:
             raise self.fail_in_step
         self.most_at_once = max(self.most_at_once, len(self._running))
-        finished = []
-        for request_id, (prompt_ids, params, made) in list(self._running.items()):
+        outputs = []
+        for request_id, (prompt_ids, params, made, stream) in list(self._running.items()):
             made.append(self.reply[len(made)])
             is_end = len(made) == len(self.reply)
-            if is_end or len(made) == params.max_tokens:
+            is_finished = is_end or len(made) == params.max_tokens
+            if is_finished:
                 del self._running[request_id]
-                finished.append(self._finish(request_id, prompt_ids, params, made, is_end))
-        return finished
+            if is_finished or stream:
+                reason = ("stop" if is_end else "length") if is_finished else None
+                first = len(made) - 1 if stream else 0
+                outputs.append(self._output(request_id, prompt_ids, params, made, first, reason))
+        return outputs
 
-    def _finish(
+    def _output(
         self,
         request_id: str,
         prompt_ids: list[int],
         params: SamplingParams,
         made: list[int],
-        is_end: bool,
+        first: int,
+        reason: Any,
     ) -> RequestOutput:
-        logprobs = None
+        """What was made from token `first` on, the same for each of n choices."""
+        ids, logprobs, prompt_logprobs = made[first:], None, None
         if params.logprobs is not None:
-            logprobs = [self._logprobs(token_id, params.logprobs) for token_id in made]
-        choice = CompletionOutput(
-            index=0,
-            text="" if self.tokenizer is None else self.tokenizer.decode(made),
-            token_ids=made,
-            logprobs=logprobs,
-            finish_reason="stop" if is_end else "length",
+            logprobs = [self._logprobs(token_id, params.logprobs) for token_id in ids]
+        if params.prompt_logprobs is not None and (first == 0):
+            wanted = params.prompt_logprobs
+            prompt_logprobs = [None, *(self._logprobs(i, wanted) for i in prompt_ids[1:])]
+        choices = [
+            CompletionOutput(
+                index=index,
+                text="" if self.tokenizer is None else self.tokenizer.decode(ids),
+                token_ids=ids,
+                logprobs=logprobs,
+                finish_reason=(self.finish_reason or reason) if reason else None,
+            )
+            for index in range(params.n)
+        ]
+        return RequestOutput(
+            request_id,
+            None,
+            prompt_ids,
+            prompt_logprobs,
+            choices,
+            finished=reason is not None,
+            num_cached_tokens=self.num_cached_tokens,
         )
-        return RequestOutput(request_id, None, prompt_ids, None, [choice], finished=True)
 
     def _logprobs(self, token_id: int, count: int) -> dict[int, Logprob]:
         """The chosen token is the third likeliest; the first is impossible to beat."""

@@ -1,8 +1,8 @@
 """moejax-serve: flags, one line for each error, a clean end."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import pathlib
 import signal
 import socket
@@ -18,7 +18,7 @@ import pytest
 
 import moejax
 from moejax.errors import CheckpointError
-from moejax_serving import cli
+from moejax_serving import cli, load
 from moejax_serving.config import EngineConfig
 
 # Serves an engine that refuses every request, in place of a model.
@@ -32,17 +32,22 @@ SERVER = textwrap.dedent("""
         max_model_len = 64
         model_name = "stub"
         default_sampling = {}
-        def add_request(self, request_id, prompt_token_ids, params, prompt=None):
+        def add_request(self, request_id, prompt_token_ids, params, prompt=None, *, stream=False):
             raise RequestError("no")
         def abort(self, request_id):
+            pass
+        def close(self):
             pass
         def has_unfinished(self):
             return False
         def step(self):
             return []
 
+    def load_engine(model, config, *, metrics):
+        return Engine()
+
     load = types.ModuleType("moejax_serving.load")
-    load.load_engine = lambda model, config: Engine()
+    load.load_engine = load_engine
     sys.modules["moejax_serving.load"] = load
     sys.exit(cli.main(sys.argv[1:]))
 """)
@@ -55,7 +60,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(*argv: str) -> Any:
         seen: list[Any] = []
-        monkeypatch.setattr(cli, "_serve", lambda *given: seen.append(given))
+        monkeypatch.setattr(cli, "_serve", lambda *given: seen.append(given) or 0)
         assert cli.main(argv) == 0
         return seen[0]
 
@@ -67,6 +72,7 @@ def test_the_defaults_are_those_of_the_configuration(called: Any) -> None:
     assert config == EngineConfig()
     assert args.model is None and args.served_model_name is None
     assert (args.host, args.max_queued_requests, args.log_level) == ("127.0.0.1", 512, "info")
+    assert (args.step_timeout, args.shutdown_timeout) == (300.0, None)
 
 
 def test_every_flag_arrives(called: Any) -> None:
@@ -75,9 +81,12 @@ def test_every_flag_arrives(called: Any) -> None:
         *("--served-model-name", "a", "b", "--dtype", "float32", "--memory-budget", "10GB"),
         *("--max-model-len", "100", "--max-num-seqs", "3", "--max-num-batched-tokens", "64"),
         *("--seed", "5", "--max-queued-requests", "7", "--log-level", "debug"),
+        *("--step-timeout", "0", "--shutdown-timeout", "2.5"),
+        *("--no-enable-prefix-caching", "--no-warm-up"),
     )
     assert args.model == "folder" and args.served_model_name == ["a", "b"]
     assert args.max_queued_requests == 7
+    assert (args.step_timeout, args.shutdown_timeout) == (0.0, 2.5)
     assert config == EngineConfig(
         dtype="float32",
         memory_budget=10**10,
@@ -85,6 +94,8 @@ def test_every_flag_arrives(called: Any) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=64,
         seed=5,
+        enable_prefix_caching=False,
+        warm_up=False,
     )
 
 
@@ -100,6 +111,10 @@ def test_underscores_are_dashes(called: Any) -> None:
         (["--port", "http"], "'http' is not a port"),
         (["--max-num-seqs", "0"], "'0' is not a whole number above 0"),
         (["--memory-budget", "10G"], "'10G' is not a size: write bytes, or a number with one of"),
+        (["--step-timeout", "-1"], "'-1' is not a number of seconds: 0 or more"),
+        (["--shutdown-timeout", "nan"], "'nan' is not a number of seconds"),
+        (["--shutdown-timeout", "inf"], "'inf' is not a number of seconds"),
+        (["--shutdown-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
         (["--max-num", "3"], "unrecognized arguments: --max-num"),
         (["a", "b"], "unrecognized arguments: b"),
@@ -199,11 +214,10 @@ def server(
             process.kill()
 
 
-@pytest.mark.shows("server", "SIGTERM: running answers get 10 s to end, then the server ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_cleanly(tmp_path: pathlib.Path, number: signal.Signals) -> None:
     with server(tmp_path) as (process, url, greeting):
-        assert greeting.startswith("moejax-serve: stub is served at http://127.0.0.1:")
+        assert greeting.startswith("moejax-serve: demo is served at http://127.0.0.1:")
         assert f"curl {url}/v1/completions" in greeting
         with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
             assert response.status == 200
@@ -213,44 +227,38 @@ def test_a_signal_ends_the_server_cleanly(tmp_path: pathlib.Path, number: signal
         assert "Traceback" not in errors
 
 
-def test_what_does_not_finish_after_a_signal_gets_an_error(tmp_path: pathlib.Path) -> None:
-    source = SERVER.replace('raise RequestError("no")', 'print("added", flush=True)')
-    source = source.replace("sys.exit", "server._DRAIN_SECONDS = 0.2\nsys.exit")
-    source = source.replace("import cli", "import cli, server")
-    with server(tmp_path, source=source) as (process, url, _):
-        request = urllib.request.Request(
-            f"{url}/v1/completions", b'{"prompt": [1]}', {"Content-Type": "application/json"}
-        )
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            answer = threads.submit(urllib.request.urlopen, request, timeout=20)
-            assert process.stdout.readline() == "added\n"
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                answer.result()
-        assert b"the server is shut down" in caught.value.read()
-        caught.value.close()
-        _, errors = process.communicate(timeout=20)
-        assert process.returncode == 0
-        assert "Traceback" not in errors
+def test_the_name_of_the_model_without_arguments_is_that_of_the_loader() -> None:
+    assert cli.BUILT_IN_MODEL == load.BUILT_IN_MODEL
 
 
-def test_a_client_that_is_stuck_in_its_body_is_no_failure_of_the_end(
-    tmp_path: pathlib.Path,
-) -> None:
-    source = SERVER.replace("sys.exit", "server._DRAIN_SECONDS = 0.2\nsys.exit")
-    source = source.replace("import cli", "import cli, server")
-    with server(tmp_path, source=source) as (process, url, _):
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as client:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
-            client.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
-            with urllib.request.urlopen(f"{url}/health", timeout=20) as response:
-                assert response.status == 200  # so the other request has begun
-            process.send_signal(signal.SIGTERM)
-            assert b"the server is shut down" in client.makefile("rb").read()
-        _, errors = process.communicate(timeout=20)
-        assert process.returncode == 0
-        assert "Traceback" not in errors
+def test_the_model_is_served_under_its_path(tmp_path: pathlib.Path) -> None:
+    with server(tmp_path, "some/folder") as (_, url, greeting):
+        assert greeting.startswith("moejax-serve: some/folder is served at ")
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=20) as response:
+            assert json.load(response)["data"][0]["id"] == "some/folder"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(tmp_path: pathlib.Path) -> None:
+    source = SERVER.replace("return Engine()", 'raise RequestError("no config.json")')
+    done = run_to_its_end(tmp_path, source, "--log-level", "error")
+    assert done.returncode == 1
+    assert done.stdout == "" and done.stderr == "moejax-serve: no config.json\n"
+
+
+def test_a_bug_in_loading_is_a_traceback_and_status_1(tmp_path: pathlib.Path) -> None:
+    done = run_to_its_end(tmp_path, SERVER.replace("return Engine()", "return 1 / 0"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "in load_engine" in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def run_to_its_end(
+    tmp_path: pathlib.Path, source: str, *argv: str
+) -> "subprocess.CompletedProcess[str]":
+    script = tmp_path / "server.py"
+    script.write_text(source)
+    command = [sys.executable, str(script), "--port", "0", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_the_printed_request_is_answered(tmp_path: pathlib.Path) -> None:

@@ -24,6 +24,7 @@ def engine(tmp_path_factory):
         max_model_len=160,
         max_num_seqs=3,
         max_num_batched_tokens=32,
+        warm_up=False,
         check=True,
     )
     yield load_engine(None, config, progress=False)
@@ -93,6 +94,7 @@ def test_freed_pages_are_poison_and_are_never_read(engine):
 
 def test_one_token_of_output_needs_no_decode_step(engine):
     engine.add_request("a", REFERENCE[0]["prompt_token_ids"], greedy(1))
+    assert engine.step() == []  # the device has it
     (output,) = engine.step()
     assert output.outputs[0].token_ids == REFERENCE[0]["token_ids"][:1]
     assert not engine.has_unfinished()
@@ -118,18 +120,18 @@ def test_after_a_step_that_failed_the_books_are_in_order(engine, monkeypatch):
     """The runner's failure leaves the books in order: nothing is lost but the step."""
     engine.add_request("a", REFERENCE[0]["prompt_token_ids"], greedy(4))
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("no device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", fail)
+        patch.setattr(engine._runner, "start", fail)
         with pytest.raises(RuntimeError, match="no device"):
             engine.step()
     engine.check()
-    engine.abort("a")
-    engine.check()
     engine.add_request("b", REFERENCE[1]["prompt_token_ids"], greedy(4))
-    assert run(engine)["b"].outputs[0].token_ids == REFERENCE[1]["token_ids"][:4]
+    outputs = run(engine)
+    assert outputs["a"].outputs[0].token_ids == REFERENCE[0]["token_ids"][:4]
+    assert outputs["b"].outputs[0].token_ids == REFERENCE[1]["token_ids"][:4]
 
 
 def test_logits_that_are_not_finite_end_a_request_with_an_error(engine, monkeypatch):
@@ -141,3 +143,14 @@ def test_logits_that_are_not_finite_end_a_request_with_an_error(engine, monkeypa
         assert run(engine)["a"].outputs[0].finish_reason == "error"
     engine.add_request("b", REFERENCE[0]["prompt_token_ids"], greedy(4))
     assert run(engine)["b"].outputs[0].token_ids == REFERENCE[0]["token_ids"][:4]
+
+
+def test_a_chunk_of_one_prompt_token_has_a_log_probability_too(engine):
+    """31 tokens of the budget of 32 go to the first prompt."""
+    prompt = REFERENCE[1]["prompt_token_ids"]
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    engine.add_request("a", (REFERENCE[0]["prompt_token_ids"] * 5)[:31], greedy(2))
+    engine.add_request("b", prompt, params)
+    entries = run(engine)["b"].prompt_logprobs
+    found = [entry[token].logprob for entry, token in zip(entries[1:], prompt[1:], strict=True)]
+    assert found == pytest.approx(REFERENCE[1]["logprobs"][: len(prompt) - 1], abs=1e-4)

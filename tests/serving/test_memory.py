@@ -1,8 +1,10 @@
 """The memory plan: what is spent stays within the budget, or is refused with the numbers."""
 
+import dataclasses
 import re
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,15 @@ from moejax.config import (
 )
 from moejax.errors import CapacityError
 from moejax.models.step import Bucket
-from moejax_serving.memory import MemoryPlan, human, plan_memory, workspace_bytes
+from moejax_serving.loader import empty_state
+from moejax_serving.memory import (
+    MemoryPlan,
+    human,
+    plan_memory,
+    sampling_bytes,
+    workspace_bytes,
+)
+from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -53,6 +63,8 @@ STAGING = 16 * MIB
 LIBRARY = 128 * MIB + 1000 * 64 * 4  # the head is the largest matrix
 # 2 rows of 4 blocks and a last token; 2 x 4 experts of 3 slots and 2 widths.
 TABLES = 4 * (2 * (4 + 1) + 8 * (3 + 2))
+# 2 rows of a mark for each of 1000 tokens, and of biases: a token and a value each.
+TABLES += 2 * (4 * 1000 + 8 * MAX_LOGIT_BIAS)
 ENTRIES = 4 * 3  # of a kv_block in the tables, one per layer
 POISON = 16 * KIB + ENTRIES
 
@@ -103,6 +115,30 @@ def test_a_budget_that_is_set_is_kept_on_a_gpu() -> None:
     assert plan(device_bytes=10 * GIB, budget=2 * GIB).budget == 2 * GIB
 
 
+def test_the_tables_that_are_counted_are_those_that_are_made() -> None:
+    found = plan(budget=64 * MIB)
+    made = jax.eval_shape(
+        lambda: empty_state(
+            GEOMETRY,
+            num_pages=found.num_pages,
+            rows=2,
+            blocks_per_row=4,
+            max_blocks=found.num_blocks + 1,
+            vocab_size=CONFIG.vocab_size,
+        )
+    )
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+    assert size == found.tables + found.num_pages * GEOMETRY.page_bytes
+
+
+def test_marks_and_biases_are_counted_for_each_row() -> None:
+    assert sampling_bytes(CONFIG, 1) == 4 * 1000 + 8 * 1024
+    assert sampling_bytes(CONFIG, 5) == 5 * sampling_bytes(CONFIG, 1)
+    more = plan(rows=3, budget=64 * MIB).tables - plan(budget=64 * MIB).tables
+    rows = 4 * (4 + 1) + sampling_bytes(CONFIG, 1)
+    assert more - rows in (0, -ENTRIES)  # a kv_block less may fit
+
+
 # Refusals.
 
 SMALLEST = 5 * MIB + 3 * MIB + STAGING + TABLES + EXPERTS + POISON + BLOCK + ENTRIES
@@ -114,13 +150,13 @@ def test_one_block_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "text"), [(SMALLEST - 1, "24.44 MiB"), (1, "1 B"), (20 * MIB, "20.00 MiB")]
+    ("budget", "text"), [(SMALLEST - 1, "24.46 MiB"), (1, "1 B"), (20 * MIB, "20.00 MiB")]
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(budget: int, text: str) -> None:
     message = (
-        "family in float32 needs at least 24.44 MiB for 2 sequences (max_num_seqs) of 256 tokens "
+        "family in float32 needs at least 24.46 MiB for 2 sequences (max_num_seqs) of 256 tokens "
         "(max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, workspace 3.00 MiB, "
-        "tables 200 B, staging 16.00 MiB, one KV block 48.00 KiB; "
+        "tables 24.01 KiB, staging 16.00 MiB, one KV block 48.00 KiB; "
         f"the memory budget is {text}"
     )
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
@@ -149,8 +185,7 @@ def test_a_plan_stays_within_its_budget_and_wastes_less_than_a_block(
         return
     found = plan(budget=budget, **arguments)
     poison = GEOMETRY.page_bytes
-    spent = found.dense + found.experts + found.kv + found.workspace + found.staging + poison
-    spent += found.tables
+    spent = sum(found.kinds.values()) + poison
     assert budget - BLOCK - ENTRIES < spent <= budget
     assert found.num_pages * GEOMETRY.page_bytes == found.experts + found.kv + poison
     assert found.kv == found.num_blocks * BLOCK
@@ -160,30 +195,67 @@ def test_a_plan_stays_within_its_budget_and_wastes_less_than_a_block(
 # The workspace.
 
 
-def make_bucket(tokens: int, rows: int, *, max_query: int, with_targets: bool = False) -> Bucket:
-    layout = Layout(tokens=tokens, rows=rows, blocks=rows, expert_edits=0, layers=3)
-    return Bucket(layout=layout, max_query=max_query, with_targets=with_targets)
+def make_bucket(tokens: int, rows: int, *, prefill_rows: int = 0) -> Bucket:
+    """`tokens` of prompts, if it has rows for these, besides one of every other row."""
+    tokens = tokens + rows - prefill_rows if prefill_rows else tokens
+    max_query = tokens - (rows - prefill_rows) if prefill_rows else 1
+    layout = Layout(tokens=tokens, rows=rows, blocks=rows, row_edits=rows, expert_edits=0, layers=3)
+    return Bucket(layout=layout, prefill_rows=prefill_rows, max_query=max_query)
 
 
 def workspace(bucket: Bucket, blocks_per_row: int = 4, geometry: Geometry = GEOMETRY) -> int:
     return workspace_bytes(CONFIG, geometry, bucket, blocks_per_row)
 
 
+EXPERT = 3 * 16 * KIB
+ROW_CACHE = 4 * 16 * KIB
+
+
 def test_a_workspace_holds_an_expert_the_cache_of_its_rows_and_logits() -> None:
-    decode = make_bucket(16, 16, max_query=1)
-    expert, cache, logits = 3 * 16 * KIB, 16 * 4 * 16 * KIB, 16 * 1000 * 4
-    assert workspace(decode) >= expert + cache + logits
-    prefill = make_bucket(512, 8, max_query=512)
-    assert workspace(prefill) >= expert + 4 * 16 * KIB + 8 * 1000 * 4
+    decode = make_bucket(16, 16)
+    assert workspace(decode) >= EXPERT + 16 * ROW_CACHE + 16 * 1000 * 4
+    prefill = make_bucket(512, 8, prefill_rows=8)
+    assert workspace(prefill) >= EXPERT + ROW_CACHE + (8 + 64) * 1000 * 4
+
+
+def test_a_workspace_of_prompts_and_single_tokens_holds_what_both_need() -> None:
+    mixed = make_bucket(128, 24, prefill_rows=8)
+    decode, prefill = make_bucket(16, 16), make_bucket(128, 8, prefill_rows=8)
+    assert mixed.layout.tokens == 144 and mixed.max_query == 128
+    assert workspace(mixed) > max(workspace(decode), workspace(prefill))
+    assert workspace(mixed) - workspace(prefill) >= 15 * ROW_CACHE + 16 * 1000 * 4
+
+
+@pytest.mark.parametrize(
+    ("bucket", "places"),
+    [
+        (make_bucket(16, 16), 16),
+        (make_bucket(512, 8, prefill_rows=8), 8 + 64),  # whatever the number of tokens
+        (make_bucket(128, 24, prefill_rows=8), 24 + 64),
+        (make_bucket(4, 2, prefill_rows=1), 2 + 5),
+    ],
+    ids=["single tokens", "prompts", "both", "few"],
+)
+def test_a_workspace_has_logits_of_each_row_and_of_64_places_of_prompts(
+    bucket: Bucket, places: int
+) -> None:
+    twice = dataclasses.replace(CONFIG, vocab_size=2000)
+    more = workspace_bytes(twice, GEOMETRY, bucket, 4) - workspace(bucket)
+    assert more == 6 * places * 1000 * 4
 
 
 def test_a_workspace_grows_with_what_the_step_holds() -> None:
-    one, many = make_bucket(1, 1, max_query=1), make_bucket(16, 16, max_query=1)
+    one, many = make_bucket(1, 1), make_bucket(16, 16)
     assert workspace(one) < workspace(many) < workspace(many, blocks_per_row=40)
-    plain = make_bucket(128, 8, max_query=128)
-    targets = make_bucket(128, 8, max_query=128, with_targets=True)
-    # Logits of 64 places at once, whatever the number of tokens.
-    assert workspace(targets) - workspace(plain) == 6 * 64 * 1000 * 4
+    few, long = make_bucket(32, 8, prefill_rows=8), make_bucket(512, 8, prefill_rows=8)
+    assert workspace(few) < workspace(long) < workspace(long, blocks_per_row=40)
+
+
+def test_prompts_need_the_cache_of_one_row_at_a_time() -> None:
+    """Twice: as it is read, and as it is used."""
+    one, eight = make_bucket(64, 1, prefill_rows=1), make_bucket(64, 8, prefill_rows=8)
+    for blocks in (4, 400):
+        assert workspace(eight, blocks) - workspace(one, blocks) == 6 * 7 * 1000 * 4
 
 
 # Words.
@@ -209,7 +281,7 @@ def test_sizes_are_written_for_people(size: int, text: str) -> None:
 def test_a_plan_says_what_it_spends() -> None:
     found = plan(budget=SMALLEST)
     assert found.lines() == [
-        "memory budget 24.44 MiB: dense 5.00 MiB, experts 384.00 KiB, kv 48.00 KiB, "
-        "workspace 3.00 MiB, tables 224 B, staging 16.00 MiB",
+        "memory budget 24.46 MiB: dense 5.00 MiB, experts 384.00 KiB, kv 48.00 KiB, "
+        "workspace 3.00 MiB, tables 24.03 KiB, staging 16.00 MiB",
         "KV cache: 64 tokens in 1 blocks of 64",
     ]

@@ -69,7 +69,21 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("seed", 1.0, "an integer, got 1.0"),
         ("max_tokens", 0, "between 1 and"),
         ("max_tokens", None, "an integer, got None"),
-        ("min_tokens", 1, "min_tokens=1 is not supported"),
+        ("min_tokens", 17, "at most max_tokens = 16, got 17"),
+        ("min_tokens", -1, "between 0 and"),
+        ("n", 0, "between 1 and 128, got 0"),
+        ("n", 129, "between 1 and 128, got 129"),
+        ("presence_penalty", 2.1, "between -2 and 2, got 2.1"),
+        ("frequency_penalty", math.nan, "got nan"),
+        ("repetition_penalty", 0, "more than 0, got 0"),
+        ("logit_bias", [1], "a mapping of token ids to numbers"),
+        ("logit_bias", {"x": 1}, "a mapping of token ids to numbers"),
+        ("logit_bias", {-1: 1}, "a mapping of token ids to numbers"),
+        ("logit_bias", {True: 1}, "a mapping of token ids to numbers"),
+        ("logit_bias", (1, 2), "a mapping of token ids to numbers"),
+        ("logit_bias", {7: 101}, "of token 7: logit_bias must be between -100 and 100, got 101"),
+        ("logit_bias", {7: None}, "of token 7: logit_bias must be a number"),
+        ("logit_bias", {i: 1 for i in range(1025)}, "at most 1024 tokens, got 1025"),
         ("logprobs", 21, "between 0 and 20, got 21"),
         ("logprobs", True, "an integer, got True"),
         ("prompt_logprobs", -1, "between 0 and 20, got -1"),
@@ -85,8 +99,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("stop_token_ids", b"12", "a list of integers"),
         ("stop_token_ids", [1.5], "stop_token_ids[0] must be an integer, got 1.5"),
         pytest.param("max_tokens", 10**5000, "got a value of type int", id="long"),
-        ("n", np.array([1, 1]), "is not supported"),
-        ("logit_bias", np.array([1.0, 2.0]), "is not supported"),
+        ("n", np.array([1, 1]), "an integer"),
+        ("logit_bias", np.array([1.0, 2.0]), "a mapping of token ids to numbers"),
         ("bad_words", np.array([]), "is not supported"),
         ("stop_token_ids", "12", "a list of integers"),
         ("stop_token_ids", [-1], "between 0 and"),
@@ -98,6 +112,29 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, text: str) -> N
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in str(caught.value) and text in str(caught.value)
+
+
+def test_a_bias_has_one_form_whatever_its_keys() -> None:
+    params = SamplingParams(logit_bias={"7": 1, 3: np.float32(-2)})
+    assert params.biases == ((3, -2.0), (7, 1.0))
+    assert dataclasses.replace(params, n=2).biases == params.biases
+    assert SamplingParams().biases == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_p": 0.5, "logit_bias": {}}, False),
+        ({"presence_penalty": 0.5}, True),
+        ({"frequency_penalty": -0.5}, True),
+        ({"repetition_penalty": 1.5}, True),
+        ({"min_tokens": 1}, True),
+        ({"logit_bias": {1: 0}}, True),
+    ],
+)
+def test_it_says_whether_logits_change(options: dict[str, Any], changes: bool) -> None:
+    assert SamplingParams(**options).changes_logits is changes
 
 
 def test_a_request_may_have_many_stops_up_to_a_limit() -> None:
@@ -146,13 +183,8 @@ def test_stop_strings_need_text() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("best_of", 2),
         ("use_beam_search", True),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -0.1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {1: 2.0}),
         ("structured_outputs", {"json": {}}),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),

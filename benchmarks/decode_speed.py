@@ -1,0 +1,161 @@
+"""Tokens per second of decoding, and how much of a step its bytes account for.
+
+    python benchmarks/decode_speed.py --shape qwen1.5-moe-a2.7b --batch 1 8 32
+
+The engine of a published shape with random weights, prompts of random tokens. The bound of a step
+is the bytes that it must read once, over the bandwidth that a copy reaches on this device: dense
+weights, the experts that a batch of independent tokens is expected to touch, and the KV cache up to
+its length. Appends a line per batch size to results/decode_speed.jsonl.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from random_model import SHAPES, RandomCheckpoint, with_layers
+from stamp import record, stamp
+
+from moejax.arena.format import DTYPES
+from moejax.config import ModelConfig
+from moejax.models.decoder import abstract_params, flatten_params
+from moejax_serving import EngineConfig, SamplingParams
+from moejax_serving.compiles import num_compiles
+from moejax_serving.engine import Engine
+from moejax_serving.load import build_engine
+from moejax_serving.metrics import Metrics
+from moejax_serving.sizes import parse_size
+
+
+def copy_bandwidth(size: int, copies: int = 20) -> float:
+    """Bytes per second, read and written, of copies of an array of this size; the best of some."""
+
+    def run(array: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, copies, lambda i, x: x + jnp.float32(1), array)
+
+    program = jax.jit(run, donate_argnums=0)
+    array = jax.block_until_ready(program(jnp.zeros(size // 4, jnp.float32)))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        array = jax.block_until_ready(program(array))
+        times.append(time.perf_counter() - start)
+    return 2 * size * copies / min(times)
+
+
+def step_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, float]:
+    """Bytes that a decode step must read, by kind."""
+    dtype = config.dtype
+    itemsize = DTYPES[dtype].itemsize
+    dense = sum(
+        np.prod(shape.shape)
+        for name, shape in flatten_params(abstract_params(config, dtype)).items()
+        if config.tie_embeddings or not name.startswith("embed")
+    )
+    router = config.moe.router
+    # A batch of independent tokens with uniform routing.
+    chosen = router.experts_per_token / router.num_experts
+    touched = router.num_experts * (1 - (1 - chosen) ** batch)
+    expert = 3 * config.hidden_size * config.moe.expert_width
+    kv = sum(2 * kind.attention.num_kv_heads * kind.attention.head_size for kind in config.layers)
+    return {
+        "dense": float(dense * itemsize),
+        "experts": touched * expert * len(config.moe_layers) * itemsize,
+        "kv": float(batch * length * kv * itemsize),
+    }
+
+
+def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, Any]:
+    """Times of steps in which all of a batch decode."""
+    rng = np.random.default_rng(batch)
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    for i in range(batch):
+        ids = rng.integers(0, engine.model.vocab_size, prompt).tolist()
+        engine.add_request(f"{batch}.{i}", ids, params, stream=True)
+    start = time.perf_counter()
+    times, first = [], None
+    while engine.has_unfinished():
+        before = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        if len(outputs) == batch:
+            first = first or before
+            times.append(now - before)
+    steady = times[2:-2]
+    return {
+        "step_ms": 1e3 * statistics.median(steady),
+        "step_ms_p90": 1e3 * statistics.quantiles(steady, n=10)[-1],
+        "tokens_per_s": batch / statistics.median(steady),
+        "prefill_s": (first or start) - start,
+        "steps": len(steady),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen1.5-moe-a2.7b")
+    parser.add_argument("--layers", type=int, help="only the first layers of the model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--memory-budget", type=parse_size)
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    args = parser.parse_args()
+
+    config = SHAPES[args.shape]()
+    if args.layers:
+        config = with_layers(config, args.layers)
+    checkpoint: Any = RandomCheckpoint(config)
+    start, compiles = time.perf_counter(), num_compiles()
+    engine = build_engine(
+        checkpoint,
+        EngineConfig(
+            max_num_seqs=max(args.batch),
+            max_model_len=args.prompt + args.output,
+            memory_budget=args.memory_budget,
+            enable_prefix_caching=False,
+        ),
+        name=args.shape,
+        tokenizer=None,
+        metrics=Metrics(args.shape),
+        progress=True,
+    )
+    startup = time.perf_counter() - start
+    for line in engine.memory.lines():
+        print(line)
+    programs = num_compiles() - compiles
+    bandwidth = copy_bandwidth(1 << 31 if jax.default_backend() == "gpu" else 1 << 28)
+    compiles = num_compiles()
+    for batch in args.batch:
+        measure(engine, batch, args.prompt, args.output)  # the first run is slower
+        found = measure(engine, batch, args.prompt, args.output)
+        sizes = step_bytes(config, batch, args.prompt + args.output // 2)
+        bound = sum(sizes.values()) / bandwidth
+        record(
+            "decode_speed",
+            {
+                **stamp(args.commit),
+                "shape": args.shape,
+                "layers": len(config.layers),
+                "dtype": config.dtype,
+                "batch": batch,
+                "prompt": args.prompt,
+                "output": args.output,
+                **found,
+                "bound_ms": 1e3 * bound,
+                "share_of_bound": 1e3 * bound / found["step_ms"],
+                "bytes": sizes,
+                "copy_bandwidth": bandwidth,
+                "startup_s": startup,
+                "programs": programs,
+                "compiles_while_serving": num_compiles() - compiles,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
