@@ -78,6 +78,7 @@ def open_llm(folder: pathlib.Path) -> LLM:
         skip_tokenizer_init=True,
         max_num_seqs=2,
         max_num_batched_tokens=64,
+        warm_up=False,
         check=True,
     )
 

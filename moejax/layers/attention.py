@@ -110,3 +110,74 @@ def attend(
 
 
 attend_rows = jax.vmap(attend, in_axes=(0, 0, 0, 0, None))
+
+
+class Partial(NamedTuple):
+    """Attention of one sequence's queries over a part of the keys."""
+
+    top: Float[Array, "kv_heads group queries"]
+    """The largest score so far."""
+    total: Float[Array, "kv_heads group queries"]
+    """The sum of the weights, relative to `top`."""
+    o: Float[Array, "kv_heads group queries size"]
+    """The weighted values, in float32."""
+
+
+def start_partial(q: Float[Array, "queries heads size"], kv_heads: int) -> Partial:
+    """Attention over no key."""
+    queries, heads, size = q.shape
+    shape = (kv_heads, heads // kv_heads, queries)
+    return Partial(
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, size), jnp.float32),
+    )
+
+
+def add_keys(
+    partial: Partial,
+    q: Float[Array, "queries heads size"],
+    k: Float[Array, "keys kv_heads size"],
+    v: Float[Array, "keys kv_heads size"],
+    mask: Bool[Array, "queries keys"],
+    scale: float,
+) -> Partial:
+    """Attention over further keys: the online softmax of Milakov and Gimelshein (2018).
+
+    As `attend`: keys and values that nobody sees may hold anything.
+    """
+    queries, heads, size = q.shape
+    groups = k.shape[1]
+    scores = jnp.einsum(
+        "qghd,sgd->ghqs",
+        q.reshape(queries, groups, heads // groups, size),
+        k,
+        precision=precision_of(q),
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(mask[None, None], scores * scale, -jnp.inf)
+    top = jnp.maximum(partial.top, jnp.max(scores, axis=-1))
+    finite = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - finite[..., None])
+    kept = jnp.exp(partial.top - finite)
+    v = jnp.where(jnp.any(mask, axis=0)[:, None, None], v, jnp.zeros((), v.dtype))
+    o = jnp.einsum(
+        "ghqs,sgd->ghqd",
+        weights.astype(v.dtype),
+        v,
+        precision=precision_of(q),
+        preferred_element_type=jnp.float32,
+    )
+    return Partial(
+        top,
+        partial.total * kept + jnp.sum(weights, axis=-1),
+        partial.o * kept[..., None] + o,
+    )
+
+
+def finish_partial(partial: Partial) -> Float[Array, "queries heads size"]:
+    """The result, in float32; a query that saw no key gives zeros."""
+    total = jnp.where(partial.total == 0, 1.0, partial.total)
+    o = partial.o / total[..., None]
+    groups, heads, queries, size = o.shape
+    return o.reshape(groups * heads, queries, size).swapaxes(0, 1)

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from moejax.arena.control import Field, Header
+from moejax.arena.format import DTYPES
 from moejax.arena.geometry import Geometry
 from moejax.arena.state import (
     ArenaState,
@@ -18,11 +19,19 @@ from moejax.arena.state import (
     write_tokens,
 )
 from moejax.config import ModelConfig
-from moejax.layers.attention import Qkv, attend, visible
+from moejax.layers.attention import (
+    Partial,
+    Qkv,
+    add_keys,
+    finish_partial,
+    start_partial,
+    visible,
+)
 from moejax.layers.experts import Paged
 
-# Queries of one row that attend at once: bounds the scores, [heads, queries, tokens].
+# Queries of one row, and keys of a row, that attend at once.
 QUERY_TILE = 64
+KEY_TILE = 256
 
 
 class Batch(NamedTuple):
@@ -156,16 +165,53 @@ class PagedMemory:
             o = self._attend_decode(pages, row_pages, qkv, o, window, scale)
         return pages, jnp.where(batch.valid[:, None, None], o, jnp.zeros((), o.dtype))
 
+    def _attend_keys(
+        self,
+        pages: UInt32[Array, "pages words"],
+        row_pages: Int32[Array, "rows blocks"],
+        q: Float[Array, "rows queries heads size"],
+        kv_heads: int,
+        positions: Int32[Array, "rows queries"],
+        used: Bool[Array, "rows queries"],
+        window: int | None,
+        scale: float,
+    ) -> Float[Array, "rows queries heads size"]:
+        """Attention of queries of some rows, over tiles of keys: no more than the longest needs."""
+        block_size = self.geometry.block_size
+        blocks = min(max(1, KEY_TILE // block_size), row_pages.shape[1])
+        row_pages = jnp.pad(row_pages, ((0, 0), (0, -row_pages.shape[1] % blocks)))
+        size = blocks * block_size
+        end = jnp.max(jnp.where(used, positions, -1)) // size + 1
+        first = jnp.int32(0)
+        if window is not None:
+            oldest = jnp.min(jnp.where(used, positions, row_pages.shape[1] * block_size))
+            first = jnp.maximum(oldest - window + 1, 0) // size
+
+        def add(number: Array, partial: Partial) -> Partial:
+            ids = lax.dynamic_slice_in_dim(row_pages, number * blocks, blocks, axis=1)
+            k, v = self._read(pages, ids, kv_heads, q.shape[-1])
+            keys = number * size + jnp.arange(size, dtype=jnp.int32)
+            mask = jax.vmap(lambda at: visible(at, keys, window))(positions) & used[..., None]
+            return jax.vmap(add_keys, (0, 0, 0, 0, 0, None))(partial, q, k, v, mask, scale)
+
+        start = jax.vmap(lambda row: start_partial(row, kv_heads))(q)
+        partial = lax.fori_loop(first, end, add, start)
+        return jax.vmap(finish_partial)(partial).astype(q.dtype)
+
     def _read(
-        self, pages: UInt32[Array, "pages words"], page_ids: Int32[Array, " blocks"], like: Qkv
-    ) -> tuple[Float[Array, "keys kv_heads size"], Float[Array, "keys kv_heads size"]]:
-        """Keys and values of all places of a row."""
-        kv_heads, size = like.k.shape[1:]
+        self,
+        pages: UInt32[Array, "pages words"],
+        page_ids: Int32[Array, "rows blocks"],
+        kv_heads: int,
+        size: int,
+    ) -> tuple[Float[Array, "rows keys kv_heads size"], Float[Array, "rows keys kv_heads size"]]:
+        """Keys and values of some blocks of rows."""
+        geometry = self.geometry
         # Layers may have fewer KV heads than the page was cut for.
-        token_words = 2 * kv_heads * size * like.k.dtype.itemsize // 4
-        words = read_tokens(pages, page_ids, self.geometry.block_size, token_words)
-        values = words_to_values(words, self.geometry.dtype)
-        k, v = jnp.split(values.reshape(-1, 2 * kv_heads, size), 2, axis=1)
+        token_words = 2 * kv_heads * size * DTYPES[geometry.dtype].itemsize // 4
+        words = read_tokens(pages, page_ids, geometry.block_size, token_words)
+        values = words_to_values(words, geometry.dtype)
+        k, v = jnp.split(values.reshape(len(page_ids), -1, 2 * kv_heads, size), 2, axis=2)
         return k, v
 
     def _attend_decode(
@@ -178,26 +224,21 @@ class PagedMemory:
         scale: float,
     ) -> Float[Array, "tokens heads size"]:
         """`o` with the results of the rows of one query: all of them at once."""
-
-        def row(page_ids: Array, q: Array, position: Array) -> Array:
-            k, v = self._read(pages, page_ids, qkv)
-            keys = jnp.arange(len(k), dtype=jnp.int32)
-            return attend(q[None], k, v, visible(position[None], keys, window), scale)[0]
-
         first, batch = self.prefill_rows, self.batch
         used = batch.lengths[first:] > 0
         at = jnp.minimum(batch.starts[first:], len(qkv.q) - 1)
-
-        def compute(o: Array, q: Array) -> Array:
-            found = jax.vmap(row)(row_pages[first:], q[at], batch.cached[first:])
-            return o.at[jnp.where(used, at, len(o))].set(found, mode="drop")
-
-        if first == 0:
-            return compute(o, qkv.q)
-        merged: Float[Array, "tokens heads size"] = lax.cond(
-            jnp.any(used), compute, lambda o, q: o, o, qkv.q
+        # Where no row is used, no tile is read.
+        found = self._attend_keys(
+            pages,
+            row_pages[first:],
+            qkv.q[at][:, None],
+            qkv.k.shape[1],
+            batch.cached[first:, None],
+            used[:, None],
+            window,
+            scale,
         )
-        return merged
+        return o.at[jnp.where(used, at, len(o))].set(found[:, 0], mode="drop")
 
     def _attend_ragged(
         self,
@@ -222,17 +263,18 @@ class PagedMemory:
         def tile(o: Array, number: Array) -> tuple[Array, None]:
             row, first = number // per_row, number % per_row * size
 
-            def compute(q: Array) -> Array:
-                k, v = self._read(pages, row_pages[row], qkv)
-                keys = jnp.arange(len(k), dtype=jnp.int32)
-                positions = batch.cached[row] + first + place
-                inside = first + place < batch.lengths[row]
-                mask = visible(positions, keys, window) & inside[:, None]
-                return attend(q, k, v, mask, scale)
-
             q = lax.dynamic_index_in_dim(o, number, keepdims=False)
-            out = lax.cond(batch.lengths[row] > first, compute, lambda q: q, q)
-            return lax.dynamic_update_index_in_dim(o, out, number, axis=0), None
+            out = self._attend_keys(
+                pages,
+                row_pages[row][None],
+                q[None],
+                qkv.k.shape[1],
+                (batch.cached[row] + first + place)[None],
+                (first + place < batch.lengths[row])[None],
+                window,
+                scale,
+            )
+            return lax.dynamic_update_index_in_dim(o, out[0], number, axis=0), None
 
         # The results take the place of the queries: fresh zeros would be copied for each layer.
         o, _ = lax.scan(tile, qkv.q[jnp.minimum(at, tokens - 1)], number)

@@ -1,12 +1,13 @@
 """The memory plan: what the budget is spent on, and whether a model fits."""
 
 import dataclasses
+from functools import partial
 
 from moejax.arena.format import DTYPES
 from moejax.arena.geometry import Geometry
-from moejax.config import Mlp, ModelConfig
+from moejax.config import LayerKind, Mlp, ModelConfig
 from moejax.errors import CapacityError
-from moejax.models.paged import QUERY_TILE
+from moejax.models.paged import KEY_TILE, QUERY_TILE
 from moejax.models.step import HEAD_TILE, Bucket
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
@@ -69,14 +70,15 @@ def workspace_bytes(
 ) -> int:
     """A bound on the temporaries of a step's program on the plain path.
 
-    One expert's weights, gathered and decoded; the batch's KV of one layer; activations; scores;
-    logits. Tests and the start of an engine compare it with what the compiler says.
+    One expert's weights, gathered and decoded; a layer's dense weights; a tile of keys of each row;
+    activations; scores; logits. Tests and the start of an engine compare it with the compiler.
     """
     itemsize = DTYPES[geometry.dtype].itemsize
     tokens, rows = bucket.layout.tokens, bucket.layout.rows
     expert = sum(geometry.dense_pages) * geometry.page_bytes
-    keys = blocks_per_row * geometry.block_size
-    row_kv = blocks_per_row * geometry.page_bytes
+    blocks = min(max(1, KEY_TILE // geometry.block_size), blocks_per_row)
+    keys = blocks * geometry.block_size
+    row_kv = blocks * geometry.page_bytes
     heads = max(kind.attention.num_heads for kind in config.layers)
     head_width = max(kind.attention.num_heads * kind.attention.head_size for kind in config.layers)
     # Rows of one query attend all at once, those of several in tiles, one after the other.
@@ -95,7 +97,20 @@ def workspace_bytes(
     )
     places = rows + (min(HEAD_TILE, tokens) if bucket.prefill_rows else 0)
     logits = 4 * places * config.vocab_size
-    return 3 * expert + 2 * (cache + row_kv) + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+    dense = itemsize * max(map(partial(_layer_weights, config), config.layers))
+    kv = 2 * (cache + row_kv)
+    return 3 * expert + dense + kv + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+
+
+def _layer_weights(config: ModelConfig, kind: LayerKind) -> int:
+    """Dense weights of a layer; on a CPU, XLA takes them out of the stack of all layers."""
+    attention, part = kind.attention, kind.feed_forward
+    count = 2 * attention.head_size * (attention.num_heads + attention.num_kv_heads)
+    if isinstance(part, Mlp):
+        count += 3 * part.width
+    elif part.shared is not None:
+        count += 3 * part.shared.width
+    return count * config.hidden_size
 
 
 def sampling_bytes(config: ModelConfig, rows: int) -> int:

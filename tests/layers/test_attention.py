@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from moejax.config import Attention, Rope
-from moejax.layers.attention import AttentionLayer, Qkv, attend, attend_rows, visible
+from moejax.layers.attention import (
+    AttentionLayer,
+    Qkv,
+    add_keys,
+    attend,
+    attend_rows,
+    finish_partial,
+    start_partial,
+    visible,
+)
 
 SCALE = 0.3
 QUERIES, KEYS, HEADS, SIZE = 4, 10, 6, 8
@@ -210,3 +219,32 @@ def test_biases_and_norms_are_there_only_where_asked() -> None:
     assert not hasattr(layer, "q_norm")
     assert layer.k.weight[...].shape == (3, 12, HIDDEN)
     assert layer.k.weight[...].dtype == jnp.bfloat16
+
+
+# Keys that come in parts.
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("cuts", [[], [5], [1, 2, 9], [3, 3, 3]], ids=str)
+def test_keys_may_come_in_parts(kv_heads: int, cuts: list[int]) -> None:
+    """Large scores first, last or in the middle; a part that nobody sees holds NaN."""
+    q, k, v = make_qkv(kv_heads=kv_heads)
+    k[4] *= 30
+    mask = CAUSAL & (np.arange(KEYS) != 7)
+    k[7] = v[7] = np.nan
+    partial = start_partial(jnp.asarray(q), kv_heads)
+    for first, last in zip([0, *cuts], [*cuts, KEYS], strict=True):
+        part = (jnp.asarray(x) for x in (k[first:last], v[first:last], mask[:, first:last]))
+        if first < last:
+            partial = add_keys(partial, jnp.asarray(q), *part, SCALE)
+    wanted = by_loops(q, np.nan_to_num(k), np.nan_to_num(v), mask)
+    np.testing.assert_allclose(finish_partial(partial), wanted, atol=1e-5)
+
+
+def test_a_query_without_keys_gives_zeros_however_many_parts_there_are() -> None:
+    q, k, v = map(jnp.asarray, make_qkv(kv_heads=2))
+    nothing = jnp.zeros((QUERIES, KEYS), bool)
+    partial = start_partial(q, 2)
+    for _ in range(3):
+        np.testing.assert_array_equal(finish_partial(partial), np.zeros(q.shape))
+        partial = add_keys(partial, q, k, v, nothing, SCALE)

@@ -1,5 +1,9 @@
 """Steps over the arena give what a forward pass over the whole sequence gives."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +24,8 @@ from models.small_model import (
 )
 from moejax.arena import format
 from moejax.arena.control import Control, Layout, pack
-from moejax.models.step import Bucket, StepOutput
+from moejax.models import paged
+from moejax.models.step import Bucket, StepOutput, step
 
 TOLERANCE = 1e-4
 
@@ -356,6 +361,34 @@ def test_the_state_is_donated_and_the_arena_stays_where_it_is(bucket: Bucket) ->
     arena.run([row_of(0, [1])], bucket)
     assert before.pages.is_deleted() and before.block_tables.is_deleted()
     assert arena.state.pages.unsafe_buffer_pointer() == address
+
+
+@pytest.mark.parametrize("key_tile", [1, 24, 1000])
+def test_the_size_of_a_tile_of_keys_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, key_tile: int
+) -> None:
+    """One block, some that do not divide the table, more than there are."""
+    monkeypatch.setattr(paged, "KEY_TILE", key_tile)
+    tokens = random_tokens(77)
+    arena = Arena()
+    model = make_model()
+    run = jax.jit(
+        partial(step, config=model.config, geometry=model.geometry, bucket=MIXED), donate_argnums=1
+    )
+    wanted = whole_logprobs(model, tokens)
+    empty = row_of(0, [], sample=False)
+    outputs = []
+    for rows in (
+        [row_of(1, tokens[:50]), row_of(4, tokens[:30])],
+        [row_of(1, tokens[50:76], 50), empty, row_of(4, tokens[30:31], 30)],
+        [empty, empty, row_of(1, tokens[76:], 76), row_of(4, tokens[31:32], 31)],
+    ):
+        control = pack(arena.control(rows), MIXED.layout)
+        arena.state, output = run(model.params, arena.state, jnp.asarray(control))
+        outputs.append(row_distributions(jax.device_get(output)))
+    found = [(0, 0, 50), (0, 1, 30), (1, 0, 76), (1, 2, 31), (2, 2, 77), (2, 3, 32)]
+    for step_number, place, length in found:
+        np.testing.assert_allclose(outputs[step_number][place], wanted[length - 1], atol=TOLERANCE)
 
 
 # Another dtype.

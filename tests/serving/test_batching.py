@@ -105,7 +105,7 @@ def test_64_requests_at_once_get_the_tokens_of_each_one_alone(
     crowded: Engine, lonely: Engine
 ) -> None:
     before, hits = preemptions(crowded), value_of(crowded, "vllm:prefix_cache_hits_total")
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
     prompts = make_prompts(64)
     for i, prompt in enumerate(prompts):
         crowded.add_request(str(i), prompt, params)

@@ -23,6 +23,7 @@ from moejax.config import (
     SharedExpert,
 )
 from moejax.errors import CapacityError
+from moejax.models.paged import KEY_TILE
 from moejax.models.step import Bucket
 from moejax_serving.loader import empty_state
 from moejax_serving.memory import (
@@ -245,17 +246,22 @@ def test_a_workspace_has_logits_of_each_row_and_of_64_places_of_prompts(
 
 
 def test_a_workspace_grows_with_what_the_step_holds() -> None:
-    one, many = make_bucket(1, 1), make_bucket(16, 16)
-    assert workspace(one) < workspace(many) < workspace(many, blocks_per_row=40)
-    few, long = make_bucket(32, 8, prefill_rows=8), make_bucket(512, 8, prefill_rows=8)
-    assert workspace(few) < workspace(long) < workspace(long, blocks_per_row=40)
+    assert workspace(make_bucket(1, 1)) < workspace(make_bucket(16, 16))
+    few, many = make_bucket(32, 8, prefill_rows=8), make_bucket(512, 8, prefill_rows=8)
+    assert workspace(few) < workspace(many)
+
+
+@pytest.mark.parametrize(
+    "bucket", [make_bucket(16, 16), make_bucket(512, 8, prefill_rows=8)], ids=["decode", "prompts"]
+)
+def test_a_workspace_holds_a_tile_of_keys_however_long_the_sequences(bucket: Bucket) -> None:
+    tile = KEY_TILE // GEOMETRY.block_size
+    assert workspace(bucket, tile - 1) < workspace(bucket, tile) == workspace(bucket, 100 * tile)
 
 
 def test_prompts_need_the_cache_of_one_row_at_a_time() -> None:
-    """Twice: as it is read, and as it is used."""
     one, eight = make_bucket(64, 1, prefill_rows=1), make_bucket(64, 8, prefill_rows=8)
-    for blocks in (4, 400):
-        assert workspace(eight, blocks) - workspace(one, blocks) == 6 * 7 * 1000 * 4
+    assert workspace(eight) - workspace(one) == 6 * 7 * 1000 * 4
 
 
 # Words.
