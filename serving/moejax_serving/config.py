@@ -17,7 +17,7 @@ class EngineConfig:
     """Bytes on the device, for everything. None: 90 % of a GPU; on a CPU the model plus 1 GiB."""
     max_model_len: int | None = None
     """Most tokens of a sequence, prompt and output. None: the model's, if they fit."""
-    max_num_seqs: int = 16
+    max_num_seqs: int = 64
     """Sequences that run at the same time; more wait."""
     max_num_batched_tokens: int = 512
     """Prompt tokens that one step may process; longer prompts take several steps."""
