@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--commit", help="default: that of the checkout")
     args = parser.parse_args()
 
-    llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget)
+    llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget, warm_up=False)
     if args.record:
         prompts = prompts_of(llm, args.text.read_text(encoding="utf-8"))
         recorded = {"prompts": prompts, "steps": generate(llm, prompts)}

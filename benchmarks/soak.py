@@ -205,6 +205,7 @@ def main() -> int:
             "rss_mib_early": early,
             "rss_mib_late": late,
             "rss_mib_max": max(s["rss_mib"] for s in samples),
+            "rss_mib_by_minute": [round(s["rss_mib"], 1) for s in samples[11::12]],
             "fds_last": samples[-1]["fds"],
             "threads_last": samples[-1]["threads"],
             "held_at_the_end": left,

@@ -50,6 +50,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """$MOEJAX_CACHE of server processes: the second one with the same flags compiles nothing."""
+    return tmp_path_factory.mktemp("demo_cache")
+
+
+@pytest.fixture(scope="session")
 def shared_dir() -> pathlib.Path:
     """The folder of checkpoints, data and tokenizers beside the checkout."""
     folder = pathlib.Path(__file__).resolve().parents[2] / "shared"

@@ -18,11 +18,11 @@ REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "demo.json").re
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, demo_cache):
     """(URL, the process); the process must end cleanly."""
-    environment = {**os.environ, "MOEJAX_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    environment = {**os.environ, "MOEJAX_CACHE": str(demo_cache)}
     command = [sys.executable, "-m", "moejax_serving.cli", "--port", "0", "--dtype", "float32"]
-    command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--memory-budget", "200MB"]
+    command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--memory-budget", "200MB"]
     log = tmp_path_factory.mktemp("log") / "stderr"
     with (
         log.open("w") as errors,

@@ -19,11 +19,6 @@ import pytest
 CLIENTS = 500
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @contextlib.contextmanager
 def serving(cache: pathlib.Path, log: pathlib.Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server of the built-in model with its port; killed at the end if it still runs."""
@@ -81,12 +76,14 @@ async def vanish(port: int, seed: int, gate: asyncio.Semaphore) -> int:
 
 
 @pytest.mark.shows("server", "500 clients that vanish in the middle leave nothing behind")
-def test_500_clients_that_vanish_leave_nothing(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_500_clients_that_vanish_leave_nothing(
+    demo_cache: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     async def run(port: int) -> list[int]:
         gate = asyncio.Semaphore(100)
         return await asyncio.gather(*(vanish(port, seed, gate) for seed in range(CLIENTS)))
 
-    with serving(cache, tmp_path / "log") as (process, port):
+    with serving(demo_cache, tmp_path / "log") as (process, port):
         files = len(os.listdir(f"/proc/{process.pid}/fd"))
         seen = asyncio.run(run(port))
         assert sum(n > 0 for n in seen) > 10
@@ -127,7 +124,7 @@ async def stay(port: int, number: int, started: asyncio.Event) -> tuple[int, int
 
 @pytest.mark.shows("server", "SIGTERM: every request that was admitted is answered to its end")
 def test_sigterm_under_load_loses_no_admitted_request(
-    cache: pathlib.Path, tmp_path: pathlib.Path
+    demo_cache: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     async def run(process: subprocess.Popen[str], port: int) -> list[tuple[int, int]]:
         started = asyncio.Event()
@@ -138,7 +135,7 @@ def test_sigterm_under_load_loses_no_admitted_request(
         process.send_signal(signal.SIGTERM)
         return await asyncio.gather(*tasks)
 
-    with serving(cache, tmp_path / "log") as (process, port):
+    with serving(demo_cache, tmp_path / "log") as (process, port):
         assert asyncio.run(run(process, port)) == [(60, 1)] * 40
         assert process.wait(timeout=30) == 0
 
