@@ -1,7 +1,7 @@
 # Two commands on a fresh machine: `make serve` and `make test`.
 #
 #   make serve [ARGS="MODEL --port 8001"]   installs what serving needs and serves
-#   make test [ARGS="tests/pallas"]         installs the rest and runs the quick tests
+#   make test [ARGS="tests/serving"]         installs the rest and runs the quick tests
 #   make test-all                           the slow tests too
 #   make table                              writes README's table of what works
 #   make format                             formats the code

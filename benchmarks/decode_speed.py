@@ -77,20 +77,28 @@ def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, A
         ids = rng.integers(0, engine.model.vocab_size, prompt).tolist()
         engine.add_request(f"{batch}.{i}", ids, params, stream=True)
     start = time.perf_counter()
-    times, first = [], None
+    times: list[float] = []
+    lengths: dict[str, int] = {}
+    first = 0.0
     while engine.has_unfinished():
         before = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
+        for found in outputs:
+            new = len(found.outputs[0].token_ids)
+            lengths[found.request_id] = lengths.get(found.request_id, 0) + new
+        if not first and len(lengths) == batch:
+            first = now
         if len(outputs) == batch:
-            first = first or before
             times.append(now - before)
+    if list(lengths.values()) != [output] * batch:
+        raise SystemExit(f"the answers have {sorted(lengths.values())} tokens, not {output} each")
     steady = times[2:-2]
     return {
         "step_ms": 1e3 * statistics.median(steady),
         "step_ms_p90": 1e3 * statistics.quantiles(steady, n=10)[-1],
         "tokens_per_s": batch / statistics.median(steady),
-        "prefill_s": (first or start) - start,
+        "first_tokens_s": first - start,
         "steps": len(steady),
     }
 
@@ -98,11 +106,15 @@ def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen1.5-moe-a2.7b")
-    parser.add_argument("--layers", type=int, help="only the first layers of the model")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument("--memory-budget", type=parse_size)
+    parser.add_argument("--layers", type=int, help="only as many of the model's layers")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences (default: 1 8 32)"
+    )
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each (default: 256)")
+    parser.add_argument("--output", type=int, default=64, help="new tokens of each (default: 64)")
+    parser.add_argument(
+        "--memory-budget", type=parse_size, help="such as 60GB; default: the server's"
+    )
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     args = parser.parse_args()
 

@@ -65,12 +65,14 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=pathlib.Path)
-    parser.add_argument("--text", type=pathlib.Path)
-    parser.add_argument("--record", type=pathlib.Path)
-    parser.add_argument("--compare", type=pathlib.Path)
-    parser.add_argument("--memory-budget", default="3GiB")
+    parser.add_argument("--text", type=pathlib.Path, help="file that prompts are taken from")
+    parser.add_argument("--record", type=pathlib.Path, help="file that this device's tokens go to")
+    parser.add_argument("--compare", type=pathlib.Path, help="file of another device's tokens")
+    parser.add_argument("--memory-budget", default="3GiB", help="such as 3GiB (default)")
     parser.add_argument("--commit", help="default: that of the checkout")
     args = parser.parse_args()
+    if bool(args.record and args.text) == bool(args.compare):
+        parser.error("give either --text and --record, or --compare")
 
     llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget, warm_up=False)
     if args.record:

@@ -2,11 +2,18 @@
 
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 from typing import Any
 
 import jax
+
+from moejax_serving.environment import prepare_environment
+
+# Before any device is asked for: without a GPU, jax's CUDA wheels would complain.
+prepare_environment(os.environ)
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -33,6 +40,10 @@ def record(name: str, row: dict[str, Any]) -> None:
 
 def _commit() -> str:
     found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=RESULTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return found.stdout.strip() or "unknown"

@@ -130,7 +130,7 @@ class RowControl(NamedTuple):
 
     row: int
     tokens: Sequence[int]
-    """Ids; -1 takes the row's last sampled token. None: the row stays empty."""
+    """Ids; -1 takes the row's last sampled token. Without any the row stays empty."""
     cached: int
     sample: bool
     exact_routing: bool = False

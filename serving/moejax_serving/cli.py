@@ -81,7 +81,7 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="names that requests may use for the model; left out: the model's own",
+        help="names that requests may use for the model, after MODEL; left out: the model's own",
     )
     group.add_argument(
         "--max-queued-requests",
@@ -104,7 +104,12 @@ def _add_server_flags(group: "argparse._ArgumentGroup") -> None:
         help="how long running requests may take after SIGINT or SIGTERM; 0: they are ended at "
         "once; left out: as long as they take, or until a second signal",
     )
-    group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="what to log")
+    group.add_argument(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default="info",
+        help="what to log; info: the start, the end, and every ten seconds how fast it goes",
+    )
 
 
 def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
@@ -134,7 +139,12 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
     )
     add("max_num_seqs", "most sequences in one step", type=_positive, metavar="N")
-    add("max_num_batched_tokens", "most tokens in one step", type=_positive, metavar="N")
+    add(
+        "max_num_batched_tokens",
+        "most prompt tokens in one step, besides one token of each running answer",
+        type=_positive,
+        metavar="N",
+    )
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
     add(
         "enable_prefix_caching",
@@ -162,6 +172,8 @@ def _serve(args: argparse.Namespace, config: EngineConfig) -> int:
     from moejax_serving.service import Service
 
     names = args.served_model_name or [args.model or BUILT_IN_MODEL]
+    if args.model is None:
+        _check_names(names)
     service = Service(Metrics(names[0]), names)
 
     def load() -> AsyncEngine:
@@ -191,6 +203,15 @@ def _serve(args: argparse.Namespace, config: EngineConfig) -> int:
         sys.stderr.flush()
         os._exit(ending.status)
     return ending.status
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """--served-model-name takes all words that follow: MODEL may be one of them."""
+    for name in names:
+        if os.path.isdir(name):
+            raise ConfigError(
+                f"--served-model-name took {name!r}, which is a folder: put MODEL before the flags"
+            )
 
 
 def _print_greeting(url: str, model: str, engine: "AsyncEngine") -> None:

@@ -30,6 +30,7 @@ from moejax_serving.sampling_params import SamplingParams, read_token_ids
 from moejax_serving.scheduler import Counts, RowPlan, Scheduler, StepPlan
 from moejax_serving.sequence import Sequence
 from moejax_serving.stopping import Finish, RunningText, find_finish
+from moejax_serving.throughput import Throughput
 from moejax_serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Engine:
         self._num_requests = 0
         self._num_sequences = 0
         self._num_compiles = num_compiles()
+        self._throughput = Throughput(since=time.monotonic())
         self._poisoned: set[int] = set()
         # Of the step whose results are being taken.
         self._prompt_tokens = self._generation_tokens = 0
@@ -330,15 +332,21 @@ class Engine:
             self.metrics.count_prefix_cache(counts.prefix_queries, counts.prefix_hits)
         if self._prompt_tokens or self._generation_tokens:
             self.metrics.count_step(self._prompt_tokens, self._generation_tokens)
+            self._throughput.count(self._prompt_tokens, self._generation_tokens)
             self._prompt_tokens = self._generation_tokens = 0
         if (compiles := num_compiles()) != self._num_compiles:
             self.metrics.count_compiles("serving", compiles - self._num_compiles)
             self._num_compiles = compiles
-        self._show_queue()
+        running, waiting, kv_usage = self._show_queue()
+        self._throughput.report(
+            time.monotonic(), running=running, waiting=waiting, kv_usage=kv_usage
+        )
 
-    def _show_queue(self) -> None:
+    def _show_queue(self) -> tuple[int, int, float]:
         scheduler = self._scheduler
-        self.metrics.set_queue(len(scheduler.running), len(scheduler.waiting), scheduler.kv_usage)
+        queue = len(scheduler.running), len(scheduler.waiting), scheduler.kv_usage
+        self.metrics.set_queue(*queue)
+        return queue
 
     def _finish(self, sequence: Sequence, token: int) -> Finish | None:
         if sequence.forced_token_ids:

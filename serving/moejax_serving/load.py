@@ -63,6 +63,7 @@ def load_engine(
         name = BUILT_IN_MODEL
     else:
         source, name = pathlib.Path(model), str(model)
+    logger.info("loading %s", source)
     checkpoint = Checkpoint.open(converted(source))
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(checkpoint.folder)
     return build_engine(
@@ -151,9 +152,14 @@ def build_engine(
     loaded = time.monotonic()
     metrics.set_startup_phase("load", loaded - started)
     if config.warm_up:
-        logger.info("compiling %d programs", len(buckets.all()))
+        folder = jax.config.jax_compilation_cache_dir
+        kept = f"; they are kept in {folder}" if folder else ""
+        count = len(buckets.all())
+        logger.info("compiling %d programs: a minute or more at the first start%s", count, kept)
         engine.warm_up(progress=progress)
-        metrics.set_startup_phase("compile", time.monotonic() - loaded)
+        seconds = time.monotonic() - loaded
+        metrics.set_startup_phase("compile", seconds)
+        logger.info("compiled %d programs in %.1f s", count, seconds)
     return engine
 
 

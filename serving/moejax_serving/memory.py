@@ -177,10 +177,11 @@ def plan_memory(
     room = budget - fixed - experts - poison
     if room < block_pages + block_entries:
         needed = budget - room + block_pages + block_entries
+        length = "one KV block" if blocks_per_row == 1 else "max_model_len"
         raise CapacityError(
             f"{config.family} in {geometry.dtype} needs at least {human(needed)} for {rows} "
             f"sequences (max_num_seqs) of {blocks_per_row * geometry.block_size} tokens "
-            f"(max_model_len): experts {human(experts)}, dense weights {human(dense)}, workspace "
+            f"({length}): experts {human(experts)}, dense weights {human(dense)}, workspace "
             f"{human(workspace)}, tables {human(tables)}, staging {human(STAGING_BYTES)}, one KV "
             f"block {human(block_pages)}; the memory budget is {human(budget)}"
         )

@@ -193,7 +193,9 @@ class Metrics:
             "vllm:corrupted_requests", "Requests whose logits were no numbers."
         )
         self._step_tokens = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
+            "vllm:iteration_tokens_total",
+            "New tokens of a step, and the prompts that it ended.",
+            _STEP_TOKENS,
         )
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",

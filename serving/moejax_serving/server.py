@@ -140,10 +140,8 @@ class _Server(uvicorn.Server):
         self._loader.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening, and ends first requests, then connections."""
+        """Ends first requests, then connections; until then new ones are told that it drains."""
         self._service.drain()
-        for server in self.servers:
-            server.close()
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait([hurry], timeout=_REFUSAL_SECONDS)
         if self._engine is not None:
@@ -171,14 +169,16 @@ class _Server(uvicorn.Server):
     async def _end_requests(self, engine: AsyncEngine, hurry: asyncio.Task[bool]) -> None:
         """Lets requests finish in the time that they have."""
         if engine.num_requests:
-            _log.info("waiting for %d requests; a second signal ends them", engine.num_requests)
+            _log.info(
+                "unfinished requests: %d; a second signal ends them at once", engine.num_requests
+            )
         idle = asyncio.create_task(engine.wait_until_idle())
         await asyncio.wait(
             [idle, hurry], timeout=self._shutdown_timeout, return_when=asyncio.FIRST_COMPLETED
         )
         idle.cancel()
         if engine.num_requests:
-            _log.warning("ending %d requests that have not finished", engine.num_requests)
+            _log.warning("requests that are ended unfinished: %d", engine.num_requests)
             engine.stop()
 
     async def _cut_connections(self, hurry: asyncio.Task[bool]) -> None:
@@ -189,7 +189,7 @@ class _Server(uvicorn.Server):
         if hurry.done():
             await asyncio.sleep(_HURRIED_SECONDS)
         connections = list(self.server_state.connections)
-        _log.warning("cutting %d connections whose clients take no answer", len(connections))
+        _log.warning("connections cut, whose clients take no answer: %d", len(connections))
         for connection in connections:
             connection.transport.abort()
         self.force_exit = True

@@ -277,3 +277,14 @@ def test_the_printed_request_is_answered(tmp_path: pathlib.Path) -> None:
         assert caught.value.code == 400  # the stub refuses, and has understood
         assert b'"no"' in caught.value.read()
         caught.value.close()
+
+
+def test_a_folder_among_the_served_names_is_no_name(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--served-model-name NAME MODEL` would serve the built-in model under the name of another."""
+    monkeypatch.setattr(cli, "prepare_environment", lambda environ: None)
+    assert cli.main(["--served-model-name", "name", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"took {str(tmp_path)!r}, which is a folder: put MODEL before the flags" in error
