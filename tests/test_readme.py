@@ -35,3 +35,24 @@ def test_the_quoted_tokens_of_devices_stand_in_the_results():
 def test_the_quoted_answers_stand_in_the_results():
     row = newest("compare_chat")["smollm2"]
     assert f"{row['equal']} of {row['answers']} equal" in TEXT
+
+
+def test_the_quoted_speeds_stand_in_the_results():
+    file = ROOT / "benchmarks" / "results" / "decode_speed.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in {row["batch"]: row for row in rows}.values():
+        share = f"{100 * row['share_of_bound']:.1f} %"
+        step, bound = f"{row['step_ms']:.1f} ms", f"{row['bound_ms']:.1f} ms"
+        line = f"| {row['batch']} | {row['tokens_per_s']:.0f} | {step} | {bound} | {share} |"
+        assert line in TEXT
+
+
+def test_the_quoted_load_stands_in_the_results():
+    lines = (ROOT / "benchmarks" / "results" / "soak.jsonl").read_text().splitlines()
+    row = json.loads(lines[-1])
+    assert (row["streams"], row["minutes"], row["errors"], row["held_at_the_end"]) == (
+        *(100, 10.0, 0),
+        [0.0, 0.0, 0.0],
+    )
+    assert f"{row['finished']:,} answers, {row['left_by_clients']} more" in TEXT
+    assert f"from {row['rss_mib_early']:,.0f} to {row['rss_mib_late']:,.0f} MiB" in TEXT
