@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import json
 import math
+import os
 import pathlib
 import signal
 
@@ -333,7 +334,7 @@ def test_the_plan_adds_up_to_the_budget(llm):
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
     with pytest.raises(
         CapacityError,
-        match=r"needs at least .*: experts .*, one KV block .* budget is 10.00 MiB",
+        match=r"needs at least .*: experts .*, KV of 128 tokens .* budget is 10.00 MiB",
     ):
         LLM(memory_budget=10 << 20)
 
@@ -341,7 +342,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
 def test_a_context_that_does_not_fit_is_refused_only_if_it_was_asked_for():
     small = {"memory_budget": "53MiB", "max_num_seqs": 1, "max_num_batched_tokens": 32}
     with pytest.raises(
-        CapacityError, match=r"max_model_len 1024 does not fit: .* holds \d+ tokens"
+        CapacityError, match=r"needs at least .* of 1024 tokens \(max_model_len\): .* KV of 1024"
     ):
         LLM(dtype="float32", max_model_len=1024, **small)
     llm = LLM(dtype="float32", warm_up=False, **small)
@@ -373,3 +374,23 @@ def test_perplexity_is_finite_on_nonsense(llm):
     values = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
     assert len(values) == 89
     assert all(math.isfinite(value) and value <= 0 for value in values)
+
+
+def test_ctrl_c_while_requests_are_added_leaves_the_model_ready(llm, monkeypatch):
+    """Between the queue and the list of requests an interrupt would leave orphans behind."""
+    add, count = llm.engine.add_request, 0
+
+    def adding(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        add(*args, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "add_request", adding)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["The sea"] * 5, SamplingParams(n=3, max_tokens=4), use_tqdm=False)
+    assert not llm.engine.has_unfinished()
+    llm.engine.check()
+    (output,) = llm.generate("The sea", SamplingParams(n=2, max_tokens=3, ignore_eos=True))
+    assert [len(choice.token_ids) for choice in output.outputs] == [3, 3]

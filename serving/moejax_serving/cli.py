@@ -238,8 +238,8 @@ def _size(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number above 0")
     return int(text)
 
 
@@ -254,8 +254,8 @@ def _seconds(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a port: 0 to 65535")
     return int(text)
 
 

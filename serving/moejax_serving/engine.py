@@ -136,16 +136,16 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = _mix(self._config.seed, self._num_requests)
-        for index in range(params.n):
-            sequence = self._make_sequence(request, forced, seed, index)
-            try:
+        try:
+            for index in range(params.n):
+                sequence = self._make_sequence(request, forced, seed, index)
                 self._scheduler.add(sequence)
-            except CapacityError:
-                self._drop(request)
-                raise
-            request.sequences.append(sequence)
-            request.num_sent.append(0)
-            self._owners[sequence] = request, index
+                request.sequences.append(sequence)
+                request.num_sent.append(0)
+                self._owners[sequence] = request, index
+        except CapacityError:
+            self._drop(request)
+            raise
         self._requests[request_id] = request
 
     def _make_sequence(

@@ -117,18 +117,19 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
     warned: set[str] = set()
+    turn = asyncio.Semaphore()
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize_text(body: TokenizeBody) -> Response:
         check_extras(body, warned)
         _choose_model(service, body.model)
-        return await _in_thread(tokenize, service.engine, body)
+        return await _in_thread(turn, tokenize, service.engine, body)
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize_ids(body: DetokenizeBody) -> Response:
         check_extras(body, warned)
         _choose_model(service, body.model)
-        return await _in_thread(detokenize, service.engine, body)
+        return await _in_thread(turn, detokenize, service.engine, body)
 
     @app.get("/tokenizer_info", responses=ERRORS)
     async def show_tokenizer() -> Response:
@@ -160,5 +161,9 @@ async def _answer(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -
     return await asyncio.to_thread(JSONResponse, content)
 
 
-async def _in_thread[*A](work: Callable[[*A], dict[str, Any]], *args: *A) -> Response:
-    return await asyncio.to_thread(lambda: JSONResponse(work(*args)))
+async def _in_thread[*A](
+    turn: asyncio.Semaphore, work: Callable[[*A], dict[str, Any]], *args: *A
+) -> Response:
+    """In turn: long texts must not take all the threads that prompts are read in."""
+    async with turn:
+        return await asyncio.to_thread(lambda: JSONResponse(work(*args)))

@@ -152,7 +152,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 400 and error.__cause__ is not None:  # the body was not understood
         message = f"the body is not JSON that can be read: {_explain(error.__cause__)}"
     elif message == http.HTTPStatus(error.status_code).phrase:
-        message = f"{message}: {request.method} {request.url.path}"
+        message = f"{message}: {request.method} {request.url.path[:200]}"
     return error_response(error.status_code, message, headers=error.headers)
 
 

@@ -225,13 +225,16 @@ class LLM:
         self, prompts: Sequence["_ReadPrompt"], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        ids: list[str] = []
-        try:
-            for prompt, one in zip(prompts, params, strict=True):
-                ids.append(str(next(self._numbers)))
+        ids = [str(next(self._numbers)) for _ in prompts]
+
+        def add() -> None:
+            for request_id, prompt, one in zip(ids, prompts, params, strict=True):
                 self.engine.add_request(
-                    ids[-1], prompt.ids, one, prompt.text, forced_token_ids=prompt.forced
+                    request_id, prompt.ids, one, prompt.text, forced_token_ids=prompt.forced
                 )
+
+        try:
+            self._shield(add)
             with tqdm(total=len(ids), desc="requests", disable=None if use_tqdm else True) as bar:
                 while self.engine.has_unfinished():
                     for output in self._shield(self.engine.step):

@@ -219,6 +219,7 @@ def _plan(
             ),
             rows=config.max_num_seqs,
             blocks_per_row=blocks_per_row,
+            least_blocks=blocks_per_row,
         )
         if found.budget > most:
             raise CapacityError(
@@ -228,20 +229,15 @@ def _plan(
 
     def fits(blocks_per_row: int) -> bool:
         try:
-            return plan(blocks_per_row).num_blocks >= blocks_per_row
+            plan(blocks_per_row)
         except CapacityError:
             return False
+        return True
 
     wanted = _blocks_per_row(geometry, max_model_len)
-    plan(1)
-    if fits(wanted):
+    if config.max_model_len is not None or fits(wanted):
         return plan(wanted), max_model_len
-    if config.max_model_len is not None:
-        found = plan(wanted)
-        raise CapacityError(
-            f"max_model_len {max_model_len} does not fit: the KV cache holds {found.kv_tokens} "
-            f"tokens within the memory budget of {human(found.budget)}"
-        )
+    plan(1)
     # A longer sequence needs more workspace and leaves less for the cache: the largest that fits.
     blocks = bisect.bisect_left(range(1, wanted + 1), True, key=lambda n: not fits(n))
     longest = blocks * geometry.block_size

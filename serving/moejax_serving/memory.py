@@ -141,6 +141,7 @@ def plan_memory(
     workspace: int,
     rows: int,
     blocks_per_row: int,
+    least_blocks: int = 1,
 ) -> MemoryPlan:
     """Divides a budget.
 
@@ -153,6 +154,7 @@ def plan_memory(
         workspace: bytes of the temporaries of the largest program.
         rows: sequences that run at the same time.
         blocks_per_row: kv_blocks of the longest sequence.
+        least_blocks: kv_blocks that must fit.
 
     Raises:
         CapacityError: the model does not fit; with the numbers.
@@ -175,15 +177,18 @@ def plan_memory(
     # Page 0 and kv_block 0 are poison.
     poison = geometry.page_bytes + block_entries
     room = budget - fixed - experts - poison
-    if room < block_pages + block_entries:
-        needed = budget - room + block_pages + block_entries
+    least = least_blocks * (block_pages + block_entries)
+    if room < least:
+        needed = budget - room + least
         length = "one KV block" if blocks_per_row == 1 else "max_model_len"
+        num_tokens = blocks_per_row * geometry.block_size
         raise CapacityError(
-            f"{config.family} in {geometry.dtype} needs at least {human(needed)} for {rows} "
-            f"sequences (max_num_seqs) of {blocks_per_row * geometry.block_size} tokens "
+            f"{config.family} in {geometry.dtype} needs at least {human(needed)} ({needed} "
+            f"bytes) for {rows} sequences (max_num_seqs) of {num_tokens} tokens "
             f"({length}): experts {human(experts)}, dense weights {human(dense)}, workspace "
-            f"{human(workspace)}, tables {human(tables)}, staging {human(STAGING_BYTES)}, one KV "
-            f"block {human(block_pages)}; the memory budget is {human(budget)}"
+            f"{human(workspace)}, tables {human(tables)}, staging {human(STAGING_BYTES)}, KV of "
+            f"{least_blocks * geometry.block_size} tokens {human(least)}; "
+            f"the memory budget is {human(budget)}"
         )
     num_blocks = room // (block_pages + block_entries)
     return MemoryPlan(

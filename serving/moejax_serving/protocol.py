@@ -66,7 +66,7 @@ class GenerationBody(_Body):
     min_p: Annotated[float | None, _documented(minimum=0, maximum=1)] = None
     presence_penalty: Annotated[float | None, _documented(minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, _documented(minimum=-2, maximum=2)] = None
-    repetition_penalty: Annotated[float | None, _documented(exclusiveMinimum=0, maximum=1e6)] = None
+    repetition_penalty: Annotated[float | None, _documented(minimum=0.001, maximum=1000)] = None
     logit_bias: Annotated[
         dict[str, Any] | None,
         _documented(

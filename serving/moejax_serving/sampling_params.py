@@ -42,7 +42,7 @@ _FLOATS = {
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 1e6),
+    "repetition_penalty": (0.001, 1000.0),
 }
 _INTS = {
     "n": (1, MAX_N),
@@ -117,8 +117,6 @@ class SamplingParams:
         checked["stop_token_ids"] = _check_stop_token_ids(self.stop_token_ids)
         if checked["top_p"] == 0.0:
             raise _wrong("top_p", "more than 0", self.top_p)
-        if checked["repetition_penalty"] == 0.0:
-            raise _wrong("repetition_penalty", "more than 0", self.repetition_penalty)
         if checked["min_tokens"] > checked["max_tokens"]:
             raise _wrong("min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
         checked["logit_bias"] = _check_logit_bias(self.logit_bias)

@@ -22,6 +22,7 @@ _REFUSAL_SECONDS = 0.2  # after the signal, for requests that are on their way: 
 # Once nothing is computed any more, clients have this long to take the next part of an answer.
 _RESPONSE_SECONDS = 10.0
 _HURRIED_SECONDS = 1.0  # and all of it, after a second signal
+_BACKLOG = 2048  # connections that wait; uvicorn's own number
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # a port that is taken shows only now, where two start at once
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error

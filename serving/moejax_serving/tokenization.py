@@ -9,6 +9,9 @@ from moejax_serving.generation import require_tokenizer
 from moejax_serving.protocol import DetokenizeBody, TokenizeBody
 from moejax_serving.tokenizer import Tokenizer
 
+MAX_CHARACTERS = 2**22
+"""Of a text whose tokens are asked for: they take a second or two, and a gigabyte."""
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -25,6 +28,11 @@ def tokenize(engine: AsyncEngine, body: TokenizeBody) -> dict[str, Any]:
         ids = list(read_messages(engine, body.messages, body).token_ids)
     else:
         assert body.prompt is not None
+        if len(body.prompt) > MAX_CHARACTERS:
+            raise RequestError(
+                f"the prompt has {len(body.prompt)} characters, and may have {MAX_CHARACTERS}",
+                param="prompt",
+            )
         tokenizer = require_tokenizer(engine, "prompt")
         ids = _encode(tokenizer, body.prompt, body.add_special_tokens is not False)
     texts = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None

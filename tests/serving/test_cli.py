@@ -109,6 +109,8 @@ def test_underscores_are_dashes(called: Any) -> None:
     [
         (["--port", "65536"], "'65536' is not a port: 0 to 65535"),
         (["--port", "http"], "'http' is not a port"),
+        (["--max-num-seqs", "9" * 5000], f"'{'9' * 40}' is not a whole number above 0"),
+        (["--port", "9" * 5000], f"'{'9' * 40}' is not a port"),
         (["--max-num-seqs", "0"], "'0' is not a whole number above 0"),
         (["--memory-budget", "10G"], "'10G' is not a size: write bytes, or a number with one of"),
         (["--step-timeout", "-1"], "'-1' is not a number of seconds: 0 or more"),

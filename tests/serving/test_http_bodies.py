@@ -82,7 +82,7 @@ from serving.http_calls import (
         (COMPLETIONS, {"prompt": "x", "min_tokens": -1}, "min_tokens", "got -1"),
         (COMPLETIONS, {"prompt": "x", "presence_penalty": 3}, "presence_penalty", "-2 and 2"),
         (COMPLETIONS, {"prompt": "x", "frequency_penalty": -3}, "frequency_penalty", "-2 and 2"),
-        (COMPLETIONS, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "than 0"),
+        (COMPLETIONS, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "got 0"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "mapping of token"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "and 100, got 101"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "2"}}, "logit_bias", "a number, got"),

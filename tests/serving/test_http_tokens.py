@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moejax_serving import tokenization
 from moejax_serving.async_engine import AsyncEngine
 from serving.http_calls import USER, assert_is_error, get, post, run
 
@@ -137,3 +138,12 @@ def test_a_server_without_tokenizer_says_so(
     fake_engine.tokenizer = None
     assert_is_error(post(fake_engine, path, body), 400, "the server has no tokenizer", param)
     assert_is_error(get(fake_engine, "/tokenizer_info"), 400, "has no tokenizer", "model")
+
+
+def test_a_text_that_would_take_seconds_is_refused(
+    fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "MAX_CHARACTERS", 10)
+    assert post(fake_engine, "/tokenize", {"prompt": "x" * 10})[0] == 200
+    answer = post(fake_engine, "/tokenize", {"prompt": "x" * 11})
+    assert_is_error(answer, 400, "has 11 characters, and may have 10", "prompt")

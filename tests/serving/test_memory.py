@@ -155,13 +155,23 @@ def test_one_block_is_enough() -> None:
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(budget: int, text: str) -> None:
     message = (
-        "family in float32 needs at least 24.46 MiB for 2 sequences (max_num_seqs) of 256 tokens "
-        "(max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, workspace 3.00 MiB, "
-        "tables 24.01 KiB, staging 16.00 MiB, one KV block 48.00 KiB; "
+        "family in float32 needs at least 24.46 MiB (25649184 bytes) for 2 sequences "
+        "(max_num_seqs) of 256 tokens (max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, workspace 3.00 MiB, "
+        "tables 24.01 KiB, staging 16.00 MiB, KV of 64 tokens 48.01 KiB; "
         f"the memory budget is {text}"
     )
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
         plan(budget=budget)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_the_number_that_a_refusal_names_is_enough(blocks: int) -> None:
+    with pytest.raises(CapacityError) as refused:
+        plan(budget=MIB, least_blocks=blocks)
+    (named,) = re.findall(r"\((\d+) bytes\)", str(refused.value))
+    assert plan(budget=int(named), least_blocks=blocks).num_blocks == blocks
+    with pytest.raises(CapacityError, match=f"{named} bytes"):
+        plan(budget=int(named) - 1, least_blocks=blocks)
 
 
 # Any budget.

@@ -3,6 +3,8 @@
 import json
 import pathlib
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -228,3 +230,36 @@ def test_a_prompt_that_cannot_fit_is_refused_with_the_numbers(byte_tokenizer: To
 def test_what_a_template_would_not_see_is_refused(byte_tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError, match=f"may not set {name}"):
         byte_tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **{name: True})
+
+
+def test_long_texts_are_encoded_and_decoded_as_short_ones(byte_tokenizer: Tokenizer) -> None:
+    text = "naïve 漢字 " * 1000
+    pieces = [byte_tokenizer.encode(text[at : at + 9], False) for at in range(0, len(text), 9)]
+    ids = byte_tokenizer.encode(text, False)
+    assert ids == sum(pieces, [])
+    assert byte_tokenizer.decode(ids) == text
+    with pytest.raises(RequestError, match="half a surrogate pair"):
+        byte_tokenizer.encode("a" * 5000 + "\ud800")
+
+
+def test_a_long_text_does_not_hold_other_threads_up(byte_tokenizer: Tokenizer) -> None:
+    """`encode` of the library would keep the GIL for seconds, and with it the event loop."""
+    text, stalls = "".join(chr(97 + i * i % 26) for i in range(2**20)), []
+    is_done = threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not is_done.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            stalls.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    byte_tokenizer.encode(text)
+    taken = time.monotonic() - start
+    is_done.set()
+    thread.join()
+    assert max(stalls) < max(0.5 * taken, 0.3)
