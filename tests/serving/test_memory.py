@@ -156,8 +156,8 @@ def test_one_block_is_enough() -> None:
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(budget: int, text: str) -> None:
     message = (
         "family in float32 needs at least 24.46 MiB (25649184 bytes) for 2 sequences "
-        "(max_num_seqs) of 256 tokens (max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, workspace 3.00 MiB, "
-        "tables 24.01 KiB, staging 16.00 MiB, KV of 64 tokens 48.01 KiB; "
+        "(max_num_seqs) of 256 tokens (max_model_len): experts 384.00 KiB, dense weights 5.00 MiB, "
+        "workspace 3.00 MiB, tables 24.01 KiB, staging 16.00 MiB, KV of 64 tokens 48.01 KiB; "
         f"the memory budget is {text}"
     )
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
