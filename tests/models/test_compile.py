@@ -155,7 +155,7 @@ def test_on_an_h200_the_arena_stays_in_place(model, bucket):
     assert memory.temp_size_in_bytes <= bound + CUBLAS_WORKSPACE
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("bucket", ["decode 1", "prefill 512"])  # the least and the most
 @pytest.mark.parametrize("model", MODELS)
 def test_on_a_cpu_the_arena_stays_in_place(model, bucket):
     compiled, state_bytes, bound = compile_step(model, bucket, "cpu")
