@@ -49,7 +49,7 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that could be taken."""
         fresh = min(len(self._free), self._pages.num_free // self._pages_per_block)
-        return fresh + len(self._idle)
+        return fresh + self.num_idle
 
     def take(self) -> KvBlock | None:
         """A block of one user, from free pages or from the cache; None if there is none."""

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from random_model import qwen1_5_moe_a2_7b
 
 import aot
 from moejax.adjust import row_parts, start_row
@@ -18,7 +19,6 @@ from moejax.config import (
     Moe,
     Rope,
     Router,
-    SharedExpert,
     segments_of,
 )
 from moejax.models.decoder import abstract_params
@@ -45,25 +45,6 @@ def attention(heads: int, kv_heads: int, **options) -> Attention:
     )
 
 
-def qwen1_5_moe() -> ModelConfig:
-    router = Router(num_experts=60, experts_per_token=4, renormalize=False, float32_weights=False)
-    shared = SharedExpert(width=5632, gated=True)
-    kind = LayerKind(
-        attention=attention(16, 16, qkv_bias=True),
-        feed_forward=Moe(router=router, expert_width=1408, shared=shared),
-    )
-    return ModelConfig(
-        family="qwen2_moe",
-        vocab_size=151936,
-        hidden_size=2048,
-        max_position_embeddings=8192,
-        norm_epsilon=1e-6,
-        tie_embeddings=False,
-        dtype="bfloat16",
-        segments=segments_of([kind] * 24),
-    )
-
-
 def with_dense_layers() -> ModelConfig:
     """Two segments, a period of two kinds, a window, norms of q and k, tied embeddings."""
     router = Router(num_experts=16, experts_per_token=2, renormalize=True, float32_weights=True)
@@ -83,7 +64,7 @@ def with_dense_layers() -> ModelConfig:
     )
 
 
-MODELS = {"qwen1.5-moe": qwen1_5_moe(), "mixed": with_dense_layers()}
+MODELS = {"qwen1.5-moe": qwen1_5_moe_a2_7b(), "mixed": with_dense_layers()}
 BUCKETS = {
     "decode 1": lambda buckets: buckets.decode(1),
     "decode 16": lambda buckets: buckets.decode(ROWS),
