@@ -1,14 +1,15 @@
 """Tokens per second of decoding, and how much of a step its bytes account for.
 
-    python benchmarks/decode_speed.py --shape qwen1.5-moe-a2.7b --batch 1 8 32
+    python benchmarks/decode_speed.py --shape Qwen1.5-MoE-A2.7B --batch 1 8 32
 
-The engine of a published shape with random weights, prompts of random tokens. The bound of a step
+The engine of a published size with random weights, prompts of random tokens. The bound of a step
 is the bytes that it must read once, over the bandwidth that a copy reaches on this device: dense
-weights, the experts that a batch of independent tokens is expected to touch, and the KV cache up to
-its length. Appends a line per batch size to results/decode_speed.jsonl.
+weights, in each layer the experts that a batch of independent tokens is expected to touch, and the
+KV that each layer sees of a sequence. Appends a line per batch size to results/decode_speed.jsonl.
 """
 
 import argparse
+import resource
 import statistics
 import time
 from typing import Any
@@ -17,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from random_model import SHAPES, RandomCheckpoint, with_layers
+from published import names, published_name
+from published_sizes import step_bytes
+from random_model import MAX_POSITIONS, RandomCheckpoint, random_config, with_layers
 from stamp import record, stamp
 
-from moejax.arena.format import DTYPES
-from moejax.config import ModelConfig
-from moejax.models.decoder import abstract_params, flatten_params
+from moejax.errors import ConfigError
 from moejax_serving import EngineConfig, SamplingParams
 from moejax_serving.compiles import num_compiles
 from moejax_serving.engine import Engine
@@ -35,7 +36,8 @@ def copy_bandwidth(size: int, copies: int = 20) -> float:
     """Bytes per second, read and written, of copies of an array of this size; the best of some."""
 
     def run(array: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, copies, lambda i, x: x + jnp.float32(1), array)
+        found: jax.Array = lax.fori_loop(0, copies, lambda i, x: x + jnp.float32(1), array)
+        return found
 
     program = jax.jit(run, donate_argnums=0)
     array = jax.block_until_ready(program(jnp.zeros(size // 4, jnp.float32)))
@@ -47,26 +49,13 @@ def copy_bandwidth(size: int, copies: int = 20) -> float:
     return 2 * size * copies / min(times)
 
 
-def step_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, float]:
-    """Bytes that a decode step must read, by kind."""
-    dtype = config.dtype
-    itemsize = DTYPES[dtype].itemsize
-    dense = sum(
-        np.prod(shape.shape)
-        for name, shape in flatten_params(abstract_params(config, dtype)).items()
-        if config.tie_embeddings or not name.startswith("embed")
-    )
-    router = config.moe.router
-    # A batch of independent tokens with uniform routing.
-    chosen = router.experts_per_token / router.num_experts
-    touched = router.num_experts * (1 - (1 - chosen) ** batch)
-    expert = 3 * config.hidden_size * config.moe.expert_width
-    kv = sum(2 * kind.attention.num_kv_heads * kind.attention.head_size for kind in config.layers)
-    return {
-        "dense": float(dense * itemsize),
-        "experts": touched * expert * len(config.moe_layers) * itemsize,
-        "kv": float(batch * length * kv * itemsize),
-    }
+def peak_bytes() -> int:
+    """Most memory that was in use so far: of the device, or of this process on a CPU."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    stats: dict[str, Any] = device.memory_stats() or {}
+    return int(stats["peak_bytes_in_use"])
 
 
 def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, Any]:
@@ -94,6 +83,8 @@ def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, A
     if list(lengths.values()) != [output] * batch:
         raise SystemExit(f"the answers have {sorted(lengths.values())} tokens, not {output} each")
     steady = times[2:-2]
+    if len(steady) < 2:
+        raise SystemExit(f"all {batch} decode in {len(times)} steps only: --output is too small")
     return {
         "step_ms": 1e3 * statistics.median(steady),
         "step_ms_p90": 1e3 * statistics.quantiles(steady, n=10)[-1],
@@ -105,7 +96,11 @@ def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen1.5-moe-a2.7b")
+    parser.add_argument(
+        "--shape",
+        default="Qwen1.5-MoE-A2.7B",
+        help=f"one of {', '.join(names())} (default: %(default)s)",
+    )
     parser.add_argument("--layers", type=int, help="only as many of the model's layers")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences (default: 1 8 32)"
@@ -118,9 +113,13 @@ def main() -> None:
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     args = parser.parse_args()
 
-    config = SHAPES[args.shape]()
-    if args.layers:
-        config = with_layers(config, args.layers)
+    try:
+        shape = published_name(args.shape)
+        config = random_config(shape, max(MAX_POSITIONS, args.prompt + args.output))
+        if args.layers:
+            config = with_layers(config, args.layers)
+    except ConfigError as error:
+        parser.error(str(error))
     checkpoint: Any = RandomCheckpoint(config)
     start, compiles = time.perf_counter(), num_compiles()
     engine = build_engine(
@@ -131,9 +130,9 @@ def main() -> None:
             memory_budget=args.memory_budget,
             enable_prefix_caching=False,
         ),
-        name=args.shape,
+        name=shape,
         tokenizer=None,
-        metrics=Metrics(args.shape),
+        metrics=Metrics(shape),
         progress=True,
     )
     startup = time.perf_counter() - start
@@ -151,7 +150,7 @@ def main() -> None:
             "decode_speed",
             {
                 **stamp(args.commit),
-                "shape": args.shape,
+                "shape": shape,
                 "layers": len(config.layers),
                 "dtype": config.dtype,
                 "batch": batch,
@@ -162,6 +161,7 @@ def main() -> None:
                 "share_of_bound": 1e3 * bound / found["step_ms"],
                 "bytes": sizes,
                 "copy_bandwidth": bandwidth,
+                "peak_bytes": peak_bytes(),
                 "startup_s": startup,
                 "programs": programs,
                 "compiles_while_serving": num_compiles() - compiles,

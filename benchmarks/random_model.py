@@ -1,56 +1,40 @@
-"""Models of published shapes with random weights: as fast as the real ones, without their files."""
+"""Models of published sizes with random weights: as fast as the real ones, without their files."""
 
 import dataclasses
+import functools
 import hashlib
+import math
 import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from published import published_config
 
 from moejax.checkpoint import layout
-from moejax.config import (
-    Attention,
-    LayerKind,
-    ModelConfig,
-    Moe,
-    Rope,
-    Router,
-    SharedExpert,
-    segments_of,
-)
+from moejax.config import ModelConfig, segments_of
 from moejax.models.decoder import abstract_params, flatten_params
+
+MAX_POSITIONS = 8192
+STD = 0.02
+"""Of every weight and bias. Each layer reads what a norm has brought to unit size and adds values
+of the order of one, so that sums over the layers stay small."""
+MOST_DRAWN = 4194301
+"""Larger tensors repeat their numbers after so many: a prime, so that rows differ."""
+_ONES = ("norm.weight", "output_scale", "router.input_scale", "router.expert_scale")
+
+
+def random_config(name: str, max_positions: int = MAX_POSITIONS) -> ModelConfig:
+    """A published size with sequences of at most `max_positions`."""
+    config = published_config(name)
+    most = min(max_positions, config.max_position_embeddings)
+    return dataclasses.replace(config, max_position_embeddings=most)
 
 
 def qwen1_5_moe_a2_7b() -> ModelConfig:
     """Qwen1.5-MoE-A2.7B: 24 layers of 60 experts, 4 per token, and a shared one."""
-    router = Router(num_experts=60, experts_per_token=4, renormalize=False, float32_weights=False)
-    attention = Attention(
-        num_heads=16,
-        num_kv_heads=16,
-        head_size=128,
-        scale=128**-0.5,
-        rope=Rope(theta=1e6),
-        qkv_bias=True,
-    )
-    shared = SharedExpert(width=5632, gated=True)
-    kind = LayerKind(
-        attention=attention, feed_forward=Moe(router=router, expert_width=1408, shared=shared)
-    )
-    return ModelConfig(
-        family="qwen2_moe",
-        vocab_size=151936,
-        hidden_size=2048,
-        max_position_embeddings=8192,
-        norm_epsilon=1e-6,
-        tie_embeddings=False,
-        dtype="bfloat16",
-        segments=segments_of([kind] * 24),
-    )
-
-
-SHAPES = {"qwen1.5-moe-a2.7b": qwen1_5_moe_a2_7b}
+    return random_config("Qwen1.5-MoE-A2.7B")
 
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
@@ -68,24 +52,29 @@ class RandomCheckpoint:
         self.config = config
         self.fingerprint = hashlib.sha256(repr(config).encode()).hexdigest()
         self._shapes = flatten_params(abstract_params(config, config.dtype))
+
+    @functools.cached_property
+    def _runs(self) -> dict[str, np.ndarray]:
+        config, found = self.config, {}
         rng = np.random.default_rng(0)
         itemsize = jnp.dtype(config.dtype).itemsize
-        self._runs = {}
         for linear, shape in layout.linear_shapes(config).items():
             words = layout.run_words(shape, config.dtype)
             values = rng.standard_normal(words * 4 // itemsize, np.float32)
-            run = (values * 0.02).astype(jnp.dtype(config.dtype)).view(np.uint32)
-            self._runs[linear] = np.broadcast_to(run, (config.moe.router.num_experts, words))
+            run = (values * STD).astype(jnp.dtype(config.dtype)).view(np.uint32)
+            found[linear] = np.broadcast_to(run, (config.moe.router.num_experts, words))
+        return found
 
     def dense_names(self) -> tuple[str, ...]:
         return tuple(sorted(self._shapes))
 
     def read_dense(self, name: str, dtype: str) -> jax.Array:
         shape = self._shapes[name].shape
-        if name.endswith("norm.weight"):
+        if name.endswith(_ONES):
             return jnp.ones(shape, dtype)
-        values = jax.random.normal(jax.random.key(zlib.crc32(name.encode())), shape, dtype)
-        return values * jnp.asarray(0.02, dtype)
+        key = jax.random.key(zlib.crc32(name.encode()))
+        drawn = jax.random.normal(key, (min(math.prod(shape), MOST_DRAWN),), dtype)
+        return jnp.resize(drawn * jnp.asarray(STD, dtype), shape)
 
     def expert_runs(self, layer: int) -> dict[str, np.ndarray]:
         return self._runs

@@ -190,7 +190,7 @@ def test_a_default_may_be_left_out() -> None:
 
 
 def changed(path: str, value: Any) -> Any:
-    """The JSON of CONFIG with one value set; the path is the one of the error."""
+    """The JSON of CONFIG with one value set."""
     data = copy.deepcopy(config_to_json(CONFIG))
     at: Any = data
     *folders, last = [int(key) if key.isdigit() else key for key in path.split(".")]
@@ -213,17 +213,18 @@ FEED_FORWARD = "segments.1.period.0.feed_forward"
         ("norm_epsilon", -1e-6, "norm_epsilon: "),
         ("norm_epsilon", 2e38, "norm_epsilon: .*less than or equal to 10{38}"),
         ("hidden_size", 2**31, "hidden_size: .*less than or equal to 2147483647"),
-        ("segments.0.period.0.attention.scale", 1e300, "attention.scale: .*less than or equal to"),
+        ("segments.0.period.0.attention.scale", 1e300, "attention.gqa.scale: .*less than"),
         ("segments.0.period.0.attention.rope.theta", 1e300, "rope.theta: .*less than or equal to"),
-        ("segments.0.period.0.attention.window", 2**31, "attention.window: .*less than or equal"),
+        ("segments.0.period.0.attention.window", 2**31, "attention.gqa.window: .*less than"),
         ("dtype", "float16", "dtype: Input should be 'bfloat16' or 'float32'"),
         ("segments.0.repeats", -1, "segments.0.repeats: "),
-        ("segments.0.period.0.attention.window", 0, "segments.0.period.0.attention.window: "),
-        ("segments.0.period.0.attention.qk_norm", "heads", "attention.qk_norm: Input should be"),
-        ("segments.0.period.0.attention.rope.theta", float("inf"), "attention.rope.theta: "),
+        ("segments.0.period.0.attention.window", 0, "segments.0.period.0.attention.gqa.window: "),
+        ("segments.0.period.0.attention.qk_norm", "heads", "attention.gqa.qk_norm: Input should"),
+        ("segments.0.period.0.attention.rope.theta", float("inf"), "attention.gqa.rope.theta: "),
         (f"{FEED_FORWARD}.expert_width", 1.5, r"feed_forward.moe.expert_width: "),
-        (f"{FEED_FORWARD}.activation", "gelu", "feed_forward.moe.activation: .*'silu'"),
-        (f"{FEED_FORWARD}.kind", "experts", "feed_forward: .*'mlp', 'moe'"),
+        (f"{FEED_FORWARD}.activation", "gelu", "feed_forward.moe.activation.*'silu'"),
+        (f"{FEED_FORWARD}.kind", "experts", "feed_forward: .*'mlp', 'moe', 'mlp_and_moe'"),
+        ("segments.0.period.0.attention.kind", "mqa", "attention: .*'gqa', 'mla'"),
         (f"{FEED_FORWARD}.router.num_experts", [], "feed_forward.moe.router.num_experts: "),
     ],
 )
@@ -243,8 +244,8 @@ def test_layers_are_counted_before_they_are_listed() -> None:
         ("speed", "speed"),
         ("segments.0.name", "segments.0.name"),
         (
-            "segments.0.period.0.attention.rope.scaling",
-            "segments.0.period.0.attention.rope.scaling",
+            "segments.0.period.0.attention.rope.factor",
+            "segments.0.period.0.attention.gqa.rope.factor",
         ),
         (f"{FEED_FORWARD}.bias", "segments.1.period.0.feed_forward.moe.bias"),
     ],
@@ -257,7 +258,7 @@ def test_an_unknown_key_is_refused_with_its_place(path: str, where: str) -> None
 def test_a_missing_key_is_refused_with_its_place() -> None:
     data = config_to_json(CONFIG)
     del data["segments"][1]["period"][0]["attention"]["num_heads"]
-    message = "model configuration: segments.1.period.0.attention.num_heads: Field required"
+    message = "model configuration: segments.1.period.0.attention.gqa.num_heads: Field required"
     with pytest.raises(ConfigError, match=message):
         config_from_json(data)
 

@@ -1,6 +1,7 @@
 """Converts a Hugging Face folder into a checkpoint of moejax, a few tensors in memory at a time."""
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.config import ModelConfig
 from moejax.errors import CheckpointError
 from moejax_converters import families, generation, rules, staging, targets
-from moejax_converters.rules import Piece, Rule, Skip
-from moejax_converters.source import Source
+from moejax_converters.pieces import Piece
+from moejax_converters.rules import Rule, Skip
+from moejax_converters.source import DTYPES, Source
 
 _log = logging.getLogger(__name__)
 # Rows of two tensors that are compared at a time.
@@ -27,19 +29,22 @@ _ROWS = 4096
 def convert(source: Path | str, target: Path | str, *, progress: bool = True) -> None:
     """Converts the folder `source` into the new folder `target`, or leaves nothing there.
 
-    Values are kept as they are: float16 is stored as float32, which holds all of it. `progress`
-    shows a bar where standard error is a terminal.
+    Values are kept as they are: float16 is stored as float32, which holds all of it. Parts that are
+    not served, such as those for images, are left out, and a warning names them. `progress` shows
+    a bar where standard error is a terminal.
     """
     folder = Source(source)
     config = families.source_config(folder)
     # What no engine could load is refused here, not after the work.
     geometry.choose_geometry(config, config.dtype)
-    table = families.tensor_rules(config)
+    table = families.tensor_rules(config, folder.config)
     pieces = rules.resolve(folder.tensors, table, config)
     _check_copies(folder, table, pieces)
     settings = generation.generation_settings(folder, config.vocab_size)
     if widened := _widened(pieces, config):
         _log.warning("%s weights are stored as float32, which holds them exactly", widened)
+    if unserved := rules.unserved(folder.tensors, table):
+        _log.warning("%s: not served: %s", folder.folder, ", ".join(unserved))
     with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
         writer = CheckpointWriter(partial)
         generation.copy_tokenizer(folder.folder, partial)
@@ -93,9 +98,9 @@ def _stack(
     """Tensors of several layers as one, in bfloat16 if all of them are, else in float32."""
     plain = config.dtype == "bfloat16" and all(part.tensor.dtype == "BF16" for part in parts)
     dtype = format.DTYPES["bfloat16" if plain else "float32"]
-    stack = np.empty((len(parts), *parts[0].tensor.shape), dtype)
+    stack = np.empty((len(parts), *parts[0].shape), dtype)
     for row, part in zip(stack, parts, strict=True):
-        row[...] = _read(folder, part)
+        row[...] = _read(folder, [part])[0]
     return stack if stacked else stack[0]
 
 
@@ -120,24 +125,24 @@ def _put_expert(
 ) -> list[Piece]:
     parts = [pieces[f"layers.{layer}.experts.{expert}.{part}"] for part in ("gate", "up", "down")]
     dtype = format.DTYPES[config.dtype]
-    gate, up, down = (_read(folder, part).astype(dtype, copy=False) for part in parts)
+    gate, up, down = (array.astype(dtype, copy=False) for array in _read(folder, parts))
     file.put(expert, "gate_up", format.stack_halves(gate, up))
     file.put(expert, "down", down)
     return parts
 
 
-def _read(folder: Source, piece: Piece) -> Shaped[np.ndarray, "..."]:
-    return folder.read(piece.tensor.name, index=piece.index, rows=piece.rows)
+def _read(folder: Source, pieces: Sequence[Piece]) -> list[Shaped[np.ndarray, "..."]]:
+    """What these pieces hold. What several of them lie in is read once."""
+    blocks: dict[Any, np.ndarray] = {}
+    for piece in pieces:
+        if piece.block not in blocks:
+            name, index, rows = piece.block
+            blocks[piece.block] = folder.read(name, index=index, rows=rows)
+    return [piece.view.of(blocks[piece.block]) for piece in pieces]
 
 
 def _num_bytes(piece: Piece) -> int:
-    shape = piece.tensor.shape
-    size = piece.tensor.num_bytes
-    if piece.index is not None:
-        size //= shape[0]
-        if piece.rows is not None:
-            size = size * (piece.rows[1] - piece.rows[0]) // shape[1]
-    return size
+    return math.prod(piece.shape) * DTYPES[piece.tensor.dtype].itemsize
 
 
 def _progress_bar(pieces: Mapping[str, Piece], progress: bool) -> Any:

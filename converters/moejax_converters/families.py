@@ -1,24 +1,46 @@
 """The families that can be converted, by the `model_type` of their `config.json`."""
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from moejax import config
 from moejax.config import ModelConfig
 from moejax.errors import ConfigError
-from moejax_converters import mixtral, olmoe, qwen2_moe, qwen3_moe
+from moejax_converters import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma4,
+    gpt_oss,
+    hf_config,
+    llama4,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moejax_converters.rules import Rule, Skip
 from moejax_converters.source import Source
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
+    "gpt_oss": gpt_oss,
+    "kimi_k2": deepseek_v3,
+    "llama4": llama4,
+    "llama4_text": llama4,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "phimoe": phimoe,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
 }
 
 
-def model_config(hf: dict[str, Any]) -> ModelConfig:
+def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`. Raises ConfigError for what is not supported."""
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
@@ -33,7 +55,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
 def source_config(source: Source) -> ModelConfig:
     """The ModelConfig of a folder; where its config.json has no dtype, most tensors say it."""
     hf = source.config
-    if hf.get("dtype") is None and hf.get("torch_dtype") is None:
+    if not hf_config.has_dtype(hf):
         sizes = {"BF16": 0, "F32": 0}
         for tensor in source.tensors.values():
             sizes["BF16" if tensor.dtype == "BF16" else "F32"] += tensor.num_bytes
@@ -41,7 +63,7 @@ def source_config(source: Source) -> ModelConfig:
     return model_config(hf)
 
 
-def tensor_rules(model: ModelConfig) -> tuple[Rule | Skip, ...]:
-    """What the tensors of a checkpoint of this model are."""
-    rules: tuple[Rule | Skip, ...] = FAMILIES[model.family].tensor_rules(model)
+def tensor_rules(model: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Skip, ...]:
+    """What the tensors of a checkpoint of this model, with this `config.json`, are."""
+    rules: tuple[Rule | Skip, ...] = FAMILIES[model.family].tensor_rules(model, hf)
     return rules

@@ -56,16 +56,23 @@ _TOKENIZER_FILES = (
 
 
 def generation_settings(source: Source, vocab_size: int) -> dict[str, Any]:
-    """Settings for `moejax.json`: `eos_token_ids` of both files, the rest as far as given."""
+    """Settings for `moejax.json`: `eos_token_ids` of both files, the rest as far as given.
+
+    A model of several modalities may have its tokens in the `text_config` of its config.json.
+    """
     path = source.folder / "generation_config.json"
     data = read_json(path) if os.path.lexists(path) else {}
+    config, text = source.folder / "config.json", source.config.get("text_config")
+    places = [(f"{path}: ", data), (f"{config}: ", source.config)]
+    if isinstance(text, dict):
+        places.append((f"{config}: text_config.", text))
     settings: dict[str, Any] = {"eos_token_ids": []}
-    for file, values in ((path, data), (source.folder / "config.json", source.config)):
-        for eos in _token_ids(file, values, "eos_token_id", vocab_size):
+    for where, values in places:
+        for eos in _token_ids(where, values, "eos_token_id", vocab_size):
             if eos not in settings["eos_token_ids"]:
                 settings["eos_token_ids"].append(eos)
         for name in TOKENS:
-            for token in _token_ids(file, values, name, vocab_size)[:1]:
+            for token in _token_ids(where, values, name, vocab_size)[:1]:
                 settings.setdefault(name, token)
     for name, allowed in SAMPLING.items():
         if (value := data.get(name)) is None:
@@ -123,18 +130,18 @@ def _copy(file: Path, copy: Path) -> None:
         shutil.copyfileobj(reading, writing)
 
 
-def _token_ids(path: Path, values: dict[str, Any], name: str, vocab_size: int) -> list[int]:
-    """The tokens of a setting that are in the vocabulary."""
+def _token_ids(where: str, values: dict[str, Any], name: str, vocab_size: int) -> list[int]:
+    """The tokens of a setting that are in the vocabulary. `where` stands before its name."""
     value = values.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{path}: {name} is {value!r}, needed a token id or a list of them")
+        raise CheckpointError(f"{where}{name} is {value!r}, needed a token id or a list of them")
     if name == "eos_token_id" and any(token < 0 for token in ids):
-        raise CheckpointError(f"{path}: {name} is {value!r}, needed ids of at least 0")
+        raise CheckpointError(f"{where}{name} is {value!r}, needed ids of at least 0")
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         # As in transformers, where such a token is never met. A padding of -1 means none.
         _log.warning(
-            "%s: %s %s is ignored: the vocabulary has %d tokens", path, name, outside, vocab_size
+            "%s%s %s is ignored: the vocabulary has %d tokens", where, name, outside, vocab_size
         )
     return [token for token in ids if token not in outside]

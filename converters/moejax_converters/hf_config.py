@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax import config
-from moejax.config import Dtype, LayerKind, ModelConfig, Rope
+from moejax.config import Dtype, LayerKind, ModelConfig
 from moejax.errors import ConfigError
 
 DTYPES: dict[str, Dtype] = {
@@ -18,78 +18,132 @@ DTYPES: dict[str, Dtype] = {
     "float16": "float32",
 }
 """dtype of a checkpoint → dtype that it is stored in."""
+ALL_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
-# What transformers' default rotary positions read; the first two are spellings of the type.
-_DEFAULT_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_DTYPE_NAMES = ("dtype", "torch_dtype")
+_OF_ALL_PARTS = (*_DTYPE_NAMES, "tie_word_embeddings")
 
 
 class Fields:
-    """Typed access to a config.json. Several names of one setting may be given: its spellings."""
+    """Typed access to a config.json. Several names of one setting may be given: its spellings.
 
-    def __init__(self, hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    `at` stands before the names in messages: where an object lies within the file.
+    """
+
+    def __init__(self, hf: Mapping[str, Any], defaults: Mapping[str, Any], *, at: str = "") -> None:
         self.hf = hf
+        self.at = at
         self._defaults = defaults
 
     def value(self, *names: str) -> Any:
         """The value under any of the names, else the default of the first, else None."""
-        found = {name: self.hf[name] for name in names if self.hf.get(name) is not None}
-        values = list(found.values())
-        # NaN differs from itself.
-        if any(value is not values[0] and value != values[0] for value in values):
-            raise ConfigError(
-                "config.json: " + " and ".join(f"{n} {v}" for n, v in found.items()) + " disagree"
-            )
-        return values[0] if values else self._defaults.get(names[0])
+        return self._find(*names)[1]
 
     def integer(self, *names: str, least: int = 1, most: int = config.MAX_INTEGER) -> int:
         """An integer, from `least` to `most`."""
-        value = self.value(*names)
+        name, value = self._find(*names)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(
-                f"config.json: {names[0]} is {value!r}, needed an integer of at least {least} "
+                f"config.json: {name} is {value!r}, needed an integer of at least {least} "
                 f"and at most {most}"
             )
         return value
 
+    def optional_integer(self, name: str) -> int | None:
+        """A positive integer; null in the file means None, whatever the default is."""
+        return None if self._is_none(name) else self.integer(name)
+
     def number(self, *names: str) -> float:
         """A positive number."""
-        return positive(names[0], self.value(*names))
+        return _positive(*self._find(*names))
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number; null in the file means None, whatever the default is."""
+        return None if self._is_none(name) else self.number(name)
+
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        name, value = self._find(*names)
+        if not isinstance(value, list):
+            raise ConfigError(f"config.json: {name} is {value!r}, needed a list of numbers")
+        return tuple(_positive(f"{name}[{i}]", item) for i, item in enumerate(value))
+
+    def nonnegative(self, *names: str) -> float:
+        """A positive number or 0."""
+        name, value = self._find(*names)
+        return 0.0 if type(value) in (int, float) and value == 0 else _positive(name, value)
 
     def flag(self, *names: str) -> bool:
         """True or false."""
-        value = self.value(*names)
+        name, value = self._find(*names)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {names[0]} is {value!r}, needed true or false")
+            raise ConfigError(f"config.json: {name} is {value!r}, needed true or false")
         return value
 
     def integers(self, *names: str) -> list[int]:
         """A list of integers."""
-        value = self.value(*names)
+        name, value = self._find(*names)
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise ConfigError(f"config.json: {names[0]} is {value!r}, needed a list of integers")
+            raise ConfigError(f"config.json: {name} is {value!r}, needed a list of integers")
         return value
 
     def only(self, name: str, *supported: Any) -> None:
         """Refuses the setting unless it has one of the supported values."""
-        value = self.value(name)
-        if value not in supported:
+        at, value = self._find(name)
+        # 0 equals False, and True 1.
+        if not any(
+            value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported
+        ):
             options = ", ".join(str(option) for option in supported)
             raise ConfigError(
-                f"config.json: {name} {value!r} is not supported (supported: {options})"
+                f"config.json: {at} {value!r} is not supported (supported: {options})"
             )
 
+    def _is_none(self, name: str) -> bool:
+        return self.hf.get(name, self._defaults.get(name)) is None
 
-def positive(name: str, value: Any) -> float:
-    """A positive finite number, as a float."""
+    def _find(self, *names: str) -> tuple[str, Any]:
+        """The name that the file has, as messages write it, and the value."""
+        found = {name: self.hf[name] for name in names if self.hf.get(name) is not None}
+        values = list(found.values())
+        # NaN differs from itself.
+        if any(value is not values[0] and value != values[0] for value in values):
+            both = " and ".join(f"{self.at}{n} {v}" for n, v in found.items())
+            raise ConfigError(f"config.json: {both} disagree")
+        name = next(iter(found), names[0])
+        return self.at + name, values[0] if values else self._defaults.get(names[0])
+
+
+def _positive(name: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= config.MAX_FLOAT:
         raise ConfigError(f"config.json: {name} is {value!r}, needed a positive number")
     return float(value)
 
 
+def text_fields(hf: Mapping[str, Any], defaults: Mapping[str, Any], model_type: str) -> Fields:
+    """The fields of a decoder whose config.json may be that of a model of several modalities.
+
+    Then the decoder's, of this `model_type`, stand in `text_config`, and some for all parts at the
+    top level.
+    """
+    if hf.get("model_type") == model_type:
+        return Fields(hf, defaults)
+    text = hf.get("text_config")
+    text = {} if text is None else text
+    if not isinstance(text, dict) or text.get("model_type", model_type) != model_type:
+        raise ConfigError(
+            f"config.json: text_config is {text!r}, needed an object of model type '{model_type}'"
+        )
+    # What both say must agree.
+    inner = {f"text_config.{name}": text.get(name) for name in _OF_ALL_PARTS}
+    both = Fields(dict(hf) | inner, {})
+    shared = {name: both.value(f"text_config.{name}", name) for name in _OF_ALL_PARTS}
+    return Fields(text | shared, defaults, at="text_config.")
+
+
 def decoder(family: str, fields: Fields, layers: Sequence[LayerKind]) -> ModelConfig:
     """The ModelConfig of a plain decoder with these layers."""
-    fields.only("hidden_act", "silu")
     _check_layer_types(fields, layers)
     return ModelConfig(
         family=family,
@@ -103,27 +157,57 @@ def decoder(family: str, fields: Fields, layers: Sequence[LayerKind]) -> ModelCo
     )
 
 
-def _check_layer_types(fields: Fields, layers: Sequence[LayerKind]) -> None:
-    """Refuses `layer_types` that are not those of the layers, where the family does not read it."""
+def check_plain(fields: Fields) -> None:
+    """Refuses another activation than silu, and settings of single layers."""
+    fields.only("hidden_act", "silu")
+    fields.only("per_layer_config", None, {})
+
+
+def layer_types(fields: Fields, default: Sequence[str], *supported: str) -> list[str]:
+    """What each layer attends to: `layer_types`, each one of those supported, else `default`."""
     kinds = fields.value("layer_types")
     if kinds is None:
-        return
-    if not isinstance(kinds, list) or len(kinds) != len(layers):
+        return list(default)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default)
+        or not all(kind in supported for kind in kinds)
+    ):
         raise ConfigError(
-            f"config.json: layer_types is {kinds!r}, needed a list of {len(layers)}, one per layer"
+            f"config.json: {fields.at}layer_types is {kinds!r}, "
+            f"needed a list of {len(default)}, one per layer, of {' or '.join(supported)}"
         )
-    for n, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
-        built = "full_attention" if layer.attention.window is None else "sliding_attention"
-        if kind != built:
+    return kinds
+
+
+def _check_layer_types(fields: Fields, layers: Sequence[LayerKind]) -> None:
+    """Refuses `layer_types` that are not those of the layers, where the family does not read it."""
+    built = [_layer_type(layer) for layer in layers]
+    for n, kind in enumerate(layer_types(fields, built, *ALL_LAYER_TYPES)):
+        if kind != built[n]:
             raise ConfigError(
                 f"config.json: layer_types says {kind!r} for layer {n}, which by model_type and "
-                f"sliding_window is {built!r}"
+                f"sliding_window is {built[n]!r}"
             )
+
+
+def _layer_type(layer: LayerKind) -> str:
+    reach = layer.attention.reach
+    if reach.chunk is not None:
+        return "chunked_attention"
+    return "full_attention" if reach.window is None else "sliding_attention"
+
+
+def has_dtype(hf: Mapping[str, Any]) -> bool:
+    """Whether a config.json says the dtype of the checkpoint."""
+    text = hf.get("text_config")
+    places = (hf, text if isinstance(text, dict) else {})
+    return any(place.get(name) is not None for place in places for name in _DTYPE_NAMES)
 
 
 def dtype(fields: Fields) -> Dtype:
     """The dtype that the checkpoint is stored in after conversion."""
-    name = str(fields.value("dtype", "torch_dtype")).removeprefix("torch.")
+    name = str(fields.value(*_DTYPE_NAMES)).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(
             f"config.json: dtype '{name}' is not supported (supported: {', '.join(DTYPES)})"
@@ -154,38 +238,6 @@ def num_layers(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", most=config.MAX_LAYERS)
 
 
-def rope(fields: Fields) -> Rope:
-    """Plain rotary positions; every kind of scaling and partial rotation is refused."""
-    parameters = fields.value("rope_scaling", "rope_parameters")
-    parameters = {} if parameters is None else parameters
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"config.json: rope_parameters is {parameters!r}, needed an object")
-    nested = [name for name, value in parameters.items() if name.endswith("_attention")]
-    if nested:
-        raise ConfigError(
-            f"config.json: rope_parameters that differ by layer ({', '.join(nested)}) "
-            "are not supported"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"config.json: rope type '{kind}' is not supported (supported: default)")
-    partial = parameters.get("partial_rotary_factor", fields.value("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise ConfigError(
-            f"config.json: partial_rotary_factor {partial} is not supported (supported: 1.0)"
-        )
-    for name, value in parameters.items():
-        if name not in _DEFAULT_ROPE_KEYS and value is not None:
-            raise ConfigError(
-                f"config.json: rope_parameters has {name} {value!r}, "
-                "but rope type 'default' does not scale"
-            )
-    theta = parameters.get("rope_theta")
-    return Rope(
-        theta=positive("rope_theta", fields.value("rope_theta") if theta is None else theta)
-    )
-
-
 def sparse_layers(fields: Fields) -> list[bool]:
     """Which layers have routed experts, by `decoder_sparse_step` and `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step")
@@ -195,8 +247,4 @@ def sparse_layers(fields: Fields) -> list[bool]:
 
 def window(fields: Fields) -> int | None:
     """`sliding_window`, where `use_sliding_window` says that it counts."""
-    if not fields.flag("use_sliding_window"):
-        return None
-    if "sliding_window" not in fields.hf:
-        return 4096  # the default of the classes that have use_sliding_window
-    return None if fields.hf["sliding_window"] is None else fields.integer("sliding_window")
+    return fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None

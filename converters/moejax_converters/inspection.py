@@ -8,15 +8,17 @@ from pathlib import Path
 
 from moejax.arena import format
 from moejax.checkpoint import Checkpoint, layout
-from moejax.config import LayerKind, Moe
+from moejax.config import LayerKind, Mla, Mlp, MlpAndMoe
 
 # The first pattern that is found in the name of a dense tensor says its kind.
 _KINDS = (
     (r"\.attention\.", "attention"),
-    (r"norm\.weight$", "norms"),
+    (r"norm\.(weight|bias)$", "norms"),
     (r"\.feed_forward\.shared\.", "shared experts"),
-    (r"\.feed_forward\.router\.", "routers"),
+    (r"\.feed_forward\.(moe\.)?router\.", "routers"),
+    (r"\.feed_forward\.expert_bias\.", "expert biases"),
     (r"\.feed_forward\.", "dense MLPs"),
+    (r"\.output_scale$", "layer scales"),
     (r"", "embeddings"),
 )
 
@@ -54,10 +56,11 @@ def table(folder: Path | str) -> str:
     ]
     lines += [f"{kind:<16}{dtype:<12}{_size(size):>12}" for (kind, dtype), size in sizes.items()]
     lines += [f"{'all':<28}{_size(sum(sizes.values())):>12}", ""]
-    lines += [f"{'layers':<16}{'feed-forward':<28}{'bytes each':>12}"]
+    lines += [f"{'layers':<12}{'attention':<26}{'feed-forward':<26}{'bytes each':>12}"]
     for first, last in _runs(list(zip(layers, per_layer, strict=True))):
         span = f"{first}" if first == last else f"{first} to {last}"
-        lines.append(f"{span:<16}{_feed_forward(layers[first]):<28}{_size(per_layer[first]):>12}")
+        layer, each = layers[first], _size(per_layer[first])
+        lines.append(f"{span:<12}{_attention(layer):<26}{_feed_forward(layer):<26}{each:>12}")
     return "\n".join(lines)
 
 
@@ -68,10 +71,23 @@ def _runs(layers: list[tuple[LayerKind, int]]) -> Iterator[tuple[int, int]]:
         yield run[0], run[-1]
 
 
+def _attention(kind: LayerKind) -> str:
+    part = kind.attention
+    if isinstance(part, Mla):
+        return f"latent of {part.latent_size} + {part.rope_size}"
+    if part.window is not None:
+        seen = f"window of {part.window}"
+    else:
+        seen = "all tokens" if part.chunk is None else f"chunks of {part.chunk}"
+    return seen if part.rope is not None else f"{seen}, no positions"
+
+
 def _feed_forward(kind: LayerKind) -> str:
     part = kind.feed_forward
-    if not isinstance(part, Moe):
+    if isinstance(part, Mlp):
         return f"MLP of {part.width}"
+    if isinstance(part, MlpAndMoe):
+        return f"{part.moe.router.num_experts} experts, MLP of {part.mlp.width}"
     shared = f", shared {part.shared.width}" if part.shared else ""
     return f"{part.router.num_experts} experts{shared}"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.config import Attention, LayerKind, ModelConfig, Moe, Router
-from moejax_converters import hf_config, rules
+from moejax_converters import hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
 from moejax_converters.rules import Rule, Skip
 
@@ -28,7 +28,7 @@ _DEFAULTS = {
 def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
-    window = fields.value("sliding_window")
+    hf_config.check_plain(fields)
     heads, kv_heads, head_size = hf_config.head_counts(fields)
     layer = LayerKind(
         attention=Attention(
@@ -36,8 +36,8 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
             num_kv_heads=kv_heads,
             head_size=head_size,
             scale=head_size**-0.5,
-            rope=hf_config.rope(fields),
-            window=None if window is None else fields.integer("sliding_window"),
+            rope=hf_rope.rope(fields),
+            window=fields.optional_integer("sliding_window"),
         ),
         feed_forward=Moe(
             router=Router(
@@ -52,14 +52,14 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     return hf_config.decoder("mixtral", fields, [layer] * hf_config.num_layers(fields))
 
 
-def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+def tensor_rules(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Skip, ...]:
     """What the tensors of a checkpoint are."""
-    moe = rules.LAYER + r"block_sparse_moe\."
     return (
         *rules.decoder_rules(config),
-        Rule(moe + r"gate\.weight", r"layers.\1.feed_forward.router.weight"),
-        Rule(moe + r"experts\.(\d+)\.w1\.weight", r"layers.\1.experts.\2.gate"),
-        Rule(moe + r"experts\.(\d+)\.w3\.weight", r"layers.\1.experts.\2.up"),
-        Rule(moe + r"experts\.(\d+)\.w2\.weight", r"layers.\1.experts.\2.down"),
+        Rule(
+            rules.LAYER + r"block_sparse_moe\.gate\.weight", r"layers.\1.feed_forward.router.weight"
+        ),
+        *rules.MIXTRAL_EXPERT_RULES,
+        *rules.ROUTER_RULES,
         *rules.FUSED_MOE_RULES,
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.config import Attention, LayerKind, ModelConfig, Moe, Router
-from moejax_converters import hf_config, rules
+from moejax_converters import hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
 from moejax_converters.rules import Rule, Skip
 
@@ -29,6 +29,7 @@ _DEFAULTS = {
 def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
+    hf_config.check_plain(fields)
     heads, kv_heads, head_size = hf_config.head_counts(fields)
     layer = LayerKind(
         attention=Attention(
@@ -36,11 +37,11 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
             num_kv_heads=kv_heads,
             head_size=head_size,
             scale=head_size**-0.5,
-            rope=hf_config.rope(fields),
+            rope=hf_rope.rope(fields),
             qkv_bias=fields.flag("attention_bias"),
             output_bias=fields.flag("attention_bias"),
             qk_norm="projection",
-            qkv_clip=None if fields.value("clip_qkv") is None else fields.number("clip_qkv"),
+            qkv_clip=fields.optional_number("clip_qkv"),
         ),
         feed_forward=Moe(
             router=Router(
@@ -55,11 +56,12 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     return hf_config.decoder("olmoe", fields, [layer] * hf_config.num_layers(fields))
 
 
-def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+def tensor_rules(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Skip, ...]:
     """What the tensors of a checkpoint are."""
     return (
         *rules.decoder_rules(config),
         *rules.QK_NORM_RULES,
+        *rules.ROUTER_RULES,
         *rules.MOE_RULES,
         *rules.FUSED_MOE_RULES,
     )

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.config import Attention, LayerKind, Mlp, ModelConfig, Moe, Router, SharedExpert
-from moejax.errors import ConfigError
-from moejax_converters import hf_config, rules
+from moejax_converters import hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
 from moejax_converters.rules import Rule, Skip
 
@@ -22,6 +21,7 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 1e4,
     "use_sliding_window": False,
+    "sliding_window": 4096,
     "max_window_layers": 28,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 1408,
@@ -37,6 +37,7 @@ _DEFAULTS = {
 def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
+    hf_config.check_plain(fields)
     heads, kv_heads, head_size = hf_config.head_counts(fields)
     sparse = hf_config.sparse_layers(fields)
     windows = _windows(fields, len(sparse))
@@ -58,7 +59,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
                 num_kv_heads=kv_heads,
                 head_size=head_size,
                 scale=head_size**-0.5,
-                rope=hf_config.rope(fields),
+                rope=hf_rope.rope(fields),
                 qkv_bias=fields.flag("qkv_bias"),
                 window=window,
             ),
@@ -69,12 +70,13 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     return hf_config.decoder("qwen2_moe", fields, layers)
 
 
-def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+def tensor_rules(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Skip, ...]:
     """What the tensors of a checkpoint are."""
     shared = r"layers.\1.feed_forward.shared."
     return (
         *rules.decoder_rules(config),
         *rules.MLP_RULES,
+        *rules.ROUTER_RULES,
         *rules.MOE_RULES,
         *rules.FUSED_MOE_RULES,
         Rule(
@@ -87,22 +89,10 @@ def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
 def _windows(fields: Fields, num_layers: int) -> list[int | None]:
     window = hf_config.window(fields)
     border = fields.integer("max_window_layers", least=0)
-    kinds = fields.value("layer_types")
-    if kinds is None:
-        kinds = [
-            "sliding_attention" if window and n % 2 == 0 and n < border else "full_attention"
-            for n in range(num_layers)
-        ]
-    of_kind: dict[str, int | None] = {"full_attention": None}
-    if window:
-        of_kind["sliding_attention"] = window
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(str(kind) not in of_kind for kind in kinds)
-    ):
-        raise ConfigError(
-            f"config.json: layer_types {kinds} does not fit num_hidden_layers {num_layers} "
-            f"and use_sliding_window {bool(window)}"
-        )
-    return [of_kind[kind] for kind in kinds]
+    default = [
+        "sliding_attention" if window and n % 2 == 0 and n < border else "full_attention"
+        for n in range(num_layers)
+    ]
+    supported = ("full_attention", *["sliding_attention"] * (window is not None))
+    kinds = hf_config.layer_types(fields, default, *supported)
+    return [window if kind == "sliding_attention" else None for kind in kinds]

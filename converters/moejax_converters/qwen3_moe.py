@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.config import Attention, LayerKind, Mlp, ModelConfig, Moe, Router
-from moejax_converters import hf_config, rules
+from moejax_converters import hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
 from moejax_converters.rules import Rule, Skip
 
@@ -22,6 +22,7 @@ _DEFAULTS = {
     "rope_theta": 1e4,
     "attention_bias": False,
     "use_sliding_window": False,
+    "sliding_window": 4096,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
@@ -34,13 +35,14 @@ _DEFAULTS = {
 def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
+    hf_config.check_plain(fields)
     heads, kv_heads, head_size = hf_config.head_counts(fields)
     attention = Attention(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=hf_config.rope(fields),
+        rope=hf_rope.rope(fields),
         qkv_bias=fields.flag("attention_bias"),
         output_bias=fields.flag("attention_bias"),
         qk_norm="head",
@@ -63,12 +65,13 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     return hf_config.decoder("qwen3_moe", fields, layers)
 
 
-def tensor_rules(config: ModelConfig) -> tuple[Rule | Skip, ...]:
+def tensor_rules(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Skip, ...]:
     """What the tensors of a checkpoint are."""
     return (
         *rules.decoder_rules(config),
         *rules.QK_NORM_RULES,
         *rules.MLP_RULES,
+        *rules.ROUTER_RULES,
         *rules.MOE_RULES,
         *rules.FUSED_MOE_RULES,
     )

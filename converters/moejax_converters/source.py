@@ -1,7 +1,8 @@
 """A Hugging Face folder: its configuration, and its tensors one at a time.
 
 Headers of all shards are read at once, data only when asked for. This is the only module that
-knows the layout of such a folder.
+knows the layout of such a folder. Quantized tensors look like others: codes and scales are one
+tensor of the values that they stand for.
 """
 
 import math
@@ -16,6 +17,7 @@ from jaxtyping import Shaped
 from moejax.checkpoint import strict_json, tensor_file
 from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.errors import CheckpointError
+from moejax_converters import quantized
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -40,38 +42,74 @@ class Source:
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(f"{self.folder} is not a Hugging Face folder: no config.json")
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
-        _refuse_quantized(self.config)
-        self.tensors: dict[str, StoredTensor] = _read_headers(self.folder)
+        scheme = quantized.scheme(self.config)
+        stored = _read_headers(self.folder)
+        self._quantized = quantized.find(stored, scheme)
+        parts = {part.name for q in self._quantized.values() for part in (q.codes, q.scales)}
+        self.tensors: dict[str, StoredTensor] = {
+            name: tensor for name, tensor in stored.items() if name not in parts
+        } | {name: tensor.shown for name, tensor in self._quantized.items()}
+        """Name → tensor. Of a quantized one `dtype`, `shape` and `num_bytes` are those of its
+        values, as `read` gives them, and `path` and `offset` say where its codes are."""
 
     def read(
         self, name: str, *, index: int | None = None, rows: tuple[int, int] | None = None
     ) -> Shaped[np.ndarray, "..."]:
         """A tensor, or entry `index` of its first axis; of that, perhaps only `rows` [start, end).
 
-        Only what is returned is read.
+        Only what is returned is read: of quantized tensors, the codes and scales of these rows, or
+        of whole experts. The array may be a view with its axes swapped.
         """
         tensor = self.tensors[name]
+        _check_piece(tensor, index, rows)
+        if name in self._quantized:
+            return self._quantized[name].read(_read_entries, index, rows)
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"tensor '{name}' in {tensor.path}: dtype {tensor.dtype} is not supported "
                 f"(supported: {', '.join(DTYPES)})"
             )
-        shape, offset = tensor.shape, tensor.offset
+        shape, first = tensor.shape, 0
         if index is not None:
             shape = shape[1:]
-            offset += index * math.prod(shape) * dtype.itemsize
+            first = index * math.prod(shape)
         if rows is not None:
-            offset += rows[0] * math.prod(shape[1:]) * dtype.itemsize
+            first += rows[0] * math.prod(shape[1:])
             shape = (rows[1] - rows[0], *shape[1:])
-        count = math.prod(shape)
-        try:
-            data = np.fromfile(tensor.path, dtype, count, offset=offset)
-        except OSError as error:
-            raise CheckpointError(f"tensor '{name}' in {tensor.path}: {error.strerror}") from error
-        if data.size != count:
-            raise CheckpointError(f"tensor '{name}' in {tensor.path}: the file is cut short")
-        return data.reshape(shape)
+        return _read_items(tensor, dtype, first, shape)
+
+
+def _check_piece(tensor: StoredTensor, index: int | None, rows: tuple[int, int] | None) -> None:
+    """Refuses a piece outside of the tensor: there are the bytes of another."""
+    shape = tensor.shape if index is None else tensor.shape[1:]
+    if (index is not None and not 0 <= index < tensor.shape[0]) or (
+        rows is not None and not 0 <= rows[0] <= rows[1] <= shape[0]
+    ):
+        raise ValueError(f"{tensor.name} {list(tensor.shape)} has no piece {index=}, {rows=}")
+
+
+def _read_entries(
+    tensor: StoredTensor, dtype: np.dtype, start: int, stop: int
+) -> Shaped[np.ndarray, "..."]:
+    """Entries [start, stop) of the first axis, as a dtype of the size that they are stored in."""
+    shape = tensor.shape[1:]
+    return _read_items(tensor, dtype, start * math.prod(shape), (stop - start, *shape))
+
+
+def _read_items(
+    tensor: StoredTensor, dtype: np.dtype, first: int, shape: tuple[int, ...]
+) -> Shaped[np.ndarray, "..."]:
+    count = math.prod(shape)
+    try:
+        data = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + first * dtype.itemsize)
+    except OSError as error:
+        raise CheckpointError(
+            f"tensor '{tensor.name}' in {tensor.path}: {error.strerror}"
+        ) from error
+    if data.size != count:
+        raise CheckpointError(f"tensor '{tensor.name}' in {tensor.path}: the file is cut short")
+    return data.reshape(shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,16 +118,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return data
-
-
-def _refuse_quantized(config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"model type '{config.get('model_type')}': quantized checkpoints are not supported yet "
-            f"(quantization_config: {method})"
-        )
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:

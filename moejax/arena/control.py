@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from moejax.arena.format import VERSION
+from moejax.errors import ConfigError
 
 HEADER_SIZE = 16
 ROW_FIELDS = 16
@@ -28,11 +29,14 @@ class Header(enum.IntEnum):
     VERSION = 0
     ROWS = 1
     TOKENS = 2
-    BLOCK_EDITS = 3
-    ROW_EDITS = 4
-    EXPERT_EDITS = 5
-    ROUTING_ACTIVE = 6
-    WANT_LOGPROBS = 7
+    EXPERT_EDITS = 3
+    ROUTING_ACTIVE = 4
+    WANT_LOGPROBS = 5
+    # Block edits and row edits of the first kind of KV; two more values for each further kind.
+    KV_EDITS = 6
+
+
+MAX_KV_KINDS = (HEADER_SIZE - Header.KV_EDITS) // 2
 
 
 class Field(enum.IntEnum):
@@ -81,6 +85,18 @@ class Flag(enum.IntFlag):
     EXACT_ROUTING = 2
     CHANGES_LOGITS = 4
     BANS_STOPS = 8
+    LONG_ROPE = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Sizes of the sections of one kind of KV."""
+
+    layers: int
+    blocks: int
+    """kv_blocks that a step may add."""
+    row_edits: int
+    """Entries of block tables that it may change."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +105,26 @@ class Layout:
 
     tokens: int
     rows: int
-    blocks: int
-    row_edits: int
     expert_edits: int
-    layers: int
+    kinds: tuple[KvLayout, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.kinds) <= MAX_KV_KINDS:
+            raise ConfigError(f"{len(self.kinds)} kinds of KV, 1 to {MAX_KV_KINDS} are supported")
 
     @property
     def sections(self) -> dict[str, tuple[int, ...]]:
         """Name → shape, in the order in which they stand in the array."""
-        return {
+        sections: dict[str, tuple[int, ...]] = {
             "header": (HEADER_SIZE,),
             "tokens": (self.tokens,),
             "targets": (self.tokens,),
             "rows": (self.rows, ROW_FIELDS),
-            "block_edits": (self.blocks, 1 + self.layers),
-            "row_edits": (self.row_edits, 3),
-            "expert_edits": (self.expert_edits, 4),
         }
+        for i, kind in enumerate(self.kinds):
+            sections[f"block_edits.{i}"] = (kind.blocks, 1 + kind.layers)
+            sections[f"row_edits.{i}"] = (kind.row_edits, 3)
+        return sections | {"expert_edits": (self.expert_edits, 4)}
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -149,16 +168,25 @@ class RowControl(NamedTuple):
     """Whether penalties and biases count."""
     bans_stops: bool = False
     """Whether no token may end the sequence; needs `changes_logits`."""
+    long_rope: bool = False
+    """Whether the long factors of longrope turn its tokens."""
+
+
+class KvEdits(NamedTuple):
+    """What changes in the tables of one kind of KV."""
+
+    blocks: Sequence[tuple[int, ...]] = ()
+    """(kv_block, page of the kind's first layer, page of its second, …)"""
+    rows: Sequence[tuple[int, int, int]] = ()
+    """(row, index, kv_block)"""
 
 
 class Control(NamedTuple):
     """Everything a step is told."""
 
     rows: Sequence[RowControl]
-    block_edits: Sequence[tuple[int, ...]] = ()
-    """(kv_block, page of layer 0, page of layer 1, …)"""
-    row_edits: Sequence[tuple[int, int, int]] = ()
-    """(row, index, kv_block)"""
+    kv_edits: Sequence[KvEdits] = ()
+    """One per kind, or none at all."""
     expert_edits: Sequence[tuple[int, int, int, int]] = ()
     """(0 gate_up | 1 down, moe layer * experts + expert, slot or -1, value)"""
     routing_active: bool = False
@@ -191,25 +219,33 @@ def pack(control: Control, layout: Layout) -> Int32[np.ndarray, " size"]:
         at += n
     if fields:
         _write_fields(views["rows"][: len(fields)], control.rows, fields)
-    for name in ("block_edits", "row_edits", "expert_edits"):
-        edits = getattr(control, name)
-        if len(edits) > len(views[name]):
-            raise ValueError(f"{len(edits)} {name} do not fit {len(views[name])}")
-        for edit in edits:
-            if len(edit) != views[name].shape[1]:
-                raise ValueError(f"{name} have {views[name].shape[1]} values each, got {len(edit)}")
-        if edits:
-            views[name][: len(edits)] = edits
+    if len(control.kv_edits) not in (0, len(layout.kinds)):
+        raise ValueError(f"edits of {len(control.kv_edits)} kinds of KV, of {len(layout.kinds)}")
     header = views["header"]
+    for i, kind in enumerate(control.kv_edits):
+        at_kind = Header.KV_EDITS + 2 * i
+        header[at_kind] = _put_edits(views, f"block_edits.{i}", kind.blocks)
+        header[at_kind + 1] = _put_edits(views, f"row_edits.{i}", kind.rows)
     header[Header.VERSION] = VERSION
     header[Header.ROWS] = len(control.rows)
     header[Header.TOKENS] = at
-    header[Header.BLOCK_EDITS] = len(control.block_edits)
-    header[Header.ROW_EDITS] = len(control.row_edits)
-    header[Header.EXPERT_EDITS] = len(control.expert_edits)
+    header[Header.EXPERT_EDITS] = _put_edits(views, "expert_edits", control.expert_edits)
     header[Header.ROUTING_ACTIVE] = control.routing_active
     header[Header.WANT_LOGPROBS] = control.want_logprobs
     return array
+
+
+def _put_edits(views: dict[str, np.ndarray], name: str, edits: Sequence[tuple[int, ...]]) -> int:
+    """Writes a list of edits into its section, and gives back their number."""
+    view = views[name]
+    if len(edits) > len(view):
+        raise ValueError(f"{len(edits)} {name} do not fit {len(view)}")
+    for edit in edits:
+        if len(edit) != view.shape[1]:
+            raise ValueError(f"{name} have {view.shape[1]} values each, got {len(edit)}")
+    if edits:
+        view[: len(edits)] = edits
+    return len(edits)
 
 
 def _row_fields(row: RowControl, token_start: int) -> list[int]:
@@ -219,6 +255,7 @@ def _row_fields(row: RowControl, token_start: int) -> list[int]:
         | Flag.EXACT_ROUTING.value * row.exact_routing
         | Flag.CHANGES_LOGITS.value * row.changes_logits
         | Flag.BANS_STOPS.value * row.bans_stops
+        | Flag.LONG_ROPE.value * row.long_rope
     )
     return [row.row, token_start, len(row.tokens), row.cached, flags, row.forced, row.top_k]
 

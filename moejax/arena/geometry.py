@@ -1,10 +1,12 @@
-"""Sizes: what a linear, a lookup table and a kv_block occupy, and the page size that wastes least.
+"""Sizes: what a linear, a table and the kinds of kv_blocks occupy; the page of least waste.
 
 Plain arithmetic on a ModelConfig, see FORMAT.md sections 1 to 3. Sizes are in bytes unless a name
 says otherwise.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 from moejax.arena.format import (
     ATOM_ROWS,
@@ -15,12 +17,18 @@ from moejax.arena.format import (
     plane_words,
     table_bytes,
 )
-from moejax.config import Attention, ModelConfig
+from moejax.arena.kinds import KvKind
+from moejax.config import AnyAttention, ModelConfig, Reach
 from moejax.errors import ConfigError
 
 PAGE_SIZES = (16 << 10, 32 << 10, 64 << 10)
-# A page holds a multiple of this many tokens.
+# A page holds a multiple of this many tokens, if it holds as many.
 TOKEN_STEP = 8
+# A smaller page is not chosen if it would hold fewer tokens than this: tables would grow long.
+LEAST_TOKENS = 4
+# The widths that page sizes are judged by.
+SEED_BITS = 3
+PARENT_BITS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,11 @@ class LinearShape:
         """Bytes of the lookup table of a width."""
         return table_bytes(self.stored_rows, 1 << bits)
 
+    def resident_runs(self, bits: int) -> list[int]:
+        """Bytes of each run that is resident at a width: planes, this table and the one below."""
+        tables = [self.table_bytes(b) for b in (bits, bits - 1) if b >= SEED_BITS]
+        return [self.plane_bytes()] * bits + tables
+
 
 def linear_shapes(config: ModelConfig) -> tuple[LinearShape, LinearShape]:
     """The shapes of an expert's gate_up and down."""
@@ -56,12 +69,6 @@ def linear_shapes(config: ModelConfig) -> tuple[LinearShape, LinearShape]:
         LinearShape(parts=2, rows=width, columns=hidden),
         LinearShape(parts=1, rows=hidden, columns=width),
     )
-
-
-def kv_token_bytes(attention: Attention, dtype: str) -> int:
-    """Bytes that one token of one layer occupies in a KV page."""
-    values = 2 * attention.num_kv_heads * attention.head_size
-    return values * DTYPES[dtype].itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +82,41 @@ class Geometry:
     num_layers: int
     num_moe_layers: int
     num_experts: int
-    token_bytes: int
-    """KV bytes of one token of one layer; the largest, where layers differ."""
+    kinds: tuple[KvKind, ...]
+    """In the order of their first layers."""
 
     @property
     def page_words(self) -> int:
         return self.page_bytes // 4
 
     @property
-    def token_words(self) -> int:
-        return self.token_bytes // 4
+    def block_size(self) -> int:
+        """Tokens after which the blocks of all kinds are full: prefixes of so many are shared."""
+        return math.lcm(*(kind.block_size for kind in self.kinds))
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a kv_block, that is, of a page: as many as fit, in eights if eight fit."""
-        tokens = self.page_bytes // self.token_bytes
-        return tokens // TOKEN_STEP * TOKEN_STEP if tokens >= TOKEN_STEP else tokens
+    def block_pages(self) -> int:
+        """Pages of `block_size` tokens in all layers, before any has left a window."""
+        return sum(kind.pages_per_block * self.block_size // kind.block_size for kind in self.kinds)
+
+    def most_pages(self, num_tokens: int, max_query: int) -> int:
+        """Most pages that a sequence holds at once while it comes to `num_tokens` tokens."""
+        return sum(
+            kind.pages_per_block * kind.most_blocks(num_tokens, max_query) for kind in self.kinds
+        )
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """The kind of a layer, and its place among the kind's layers."""
+        for number, kind in enumerate(self.kinds):
+            if layer in kind.layers:
+                return number, kind.layers.index(layer)
+        raise ValueError(f"there is no layer {layer}")
+
+    def kind_of(self, part: AnyAttention) -> int:
+        """The number of the kind of layers with this attention."""
+        wanted = _token_bytes(part, self.dtype), part.reach
+        found = [(kind.token_bytes, kind.reach) for kind in self.kinds]
+        return found.index(wanted)
 
     @property
     def dense_pages(self) -> tuple[int, int]:
@@ -105,24 +131,61 @@ class Geometry:
         """Pages of all experts of all layers at width 16."""
         return self.num_moe_layers * self.num_experts * sum(self.dense_pages)
 
-    @property
-    def block_pages(self) -> int:
-        """Pages of one kv_block: one per layer."""
-        return self.num_layers
+
+def kv_kinds(config: ModelConfig, dtype: str, page_bytes: int) -> tuple[KvKind, ...]:
+    """The kinds of a model's layers. Where a page holds no token of one, its block_size is 0."""
+    found: dict[tuple[int, Reach], list[int]] = {}
+    for n, kind in enumerate(config.layers):
+        key = _token_bytes(kind.attention, dtype), kind.attention.reach
+        found.setdefault(key, []).append(n)
+    return tuple(
+        KvKind(
+            layers=tuple(layers),
+            token_bytes=token_bytes,
+            reach=reach,
+            block_size=_block_size(page_bytes, token_bytes),
+        )
+        for (token_bytes, reach), layers in found.items()
+    )
 
 
-def page_waste(config: ModelConfig, dtype: str, page_bytes: int) -> float:
-    """The share of pages that is padding, over dense runs and KV; 1 if a page holds too few tokens.
+def _token_bytes(part: AnyAttention, dtype: str) -> int:
+    return part.cached_values * DTYPES[dtype].itemsize
 
-    Both kinds count by their own share, so that neither hides the other: the larger is returned.
+
+def _block_size(page_bytes: int, token_bytes: int) -> int:
+    """As many tokens as fit, in eights if eight fit."""
+    tokens = page_bytes // token_bytes
+    return tokens // TOKEN_STEP * TOKEN_STEP if tokens >= TOKEN_STEP else tokens
+
+
+def waste_by_use(geometry: Geometry) -> dict[str, float]:
+    """Use of pages → the share of them that is padding: of experts by width, and of KV by kind."""
+    page_bytes, shapes = geometry.page_bytes, (geometry.gate_up, geometry.down)
+
+    def waste(runs: Sequence[int]) -> float:
+        pages = sum(ceil_div(run, page_bytes) for run in runs)
+        return 1 - sum(runs) / (pages * page_bytes)
+
+    found = {"width 16": waste([shape.dense_bytes(geometry.dtype) for shape in shapes])}
+    for bits in range(SEED_BITS, PARENT_BITS + 1):
+        found[f"width {bits}"] = waste([n for shape in shapes for n in shape.resident_runs(bits)])
+    for kind in geometry.kinds:
+        used = kind.block_size * kind.token_bytes
+        found[f"KV of {kind.token_bytes} bytes"] = 1 - used / page_bytes
+    return found
+
+
+def page_waste(geometry: Geometry) -> float:
+    """What a page size is judged by: the largest share of padding of experts and kinds of KV.
+
+    Of the widths, those of most bytes count: 16, and all planes.
     """
-    geometry = make_geometry(config, dtype, page_bytes)
-    if geometry.block_size == 0:
-        return 1.0
-    used = sum(shape.dense_bytes(dtype) for shape in (geometry.gate_up, geometry.down))
-    experts = 1 - used / (sum(geometry.dense_pages) * page_bytes)
-    cache = 1 - geometry.block_size * geometry.token_bytes / page_bytes
-    return max(experts, cache)
+    waste = waste_by_use(geometry)
+    return max(waste[use] for use in waste if not use.startswith("width") or use in _JUDGED)
+
+
+_JUDGED = ("width 16", f"width {PARENT_BITS}")
 
 
 def make_geometry(config: ModelConfig, dtype: str, page_bytes: int) -> Geometry:
@@ -136,17 +199,22 @@ def make_geometry(config: ModelConfig, dtype: str, page_bytes: int) -> Geometry:
         num_layers=len(config.layers),
         num_moe_layers=len(config.moe_layers),
         num_experts=config.moe.router.num_experts,
-        token_bytes=max(kv_token_bytes(kind.attention, dtype) for kind in config.layers),
+        kinds=kv_kinds(config, dtype, page_bytes),
     )
 
 
 def choose_geometry(config: ModelConfig, dtype: str) -> Geometry:
-    """The geometry with the page size of least waste; the larger page where two waste the same."""
-    waste = {size: page_waste(config, dtype, size) for size in PAGE_SIZES}
-    best = min(PAGE_SIZES, key=lambda size: (round(waste[size], 3), -size))
-    if waste[best] >= 1:
-        token_bytes = make_geometry(config, dtype, best).token_bytes
+    """The geometry with the page size of least waste; the larger page where two waste the same.
+
+    Raises ConfigError if no page holds a token.
+    """
+    found = [make_geometry(config, dtype, size) for size in PAGE_SIZES]
+    least = {g.page_bytes: min(kind.block_size for kind in g.kinds) for g in found}
+    most = max(least.values())
+    if most == 0:
+        token_bytes = max(kind.token_bytes for kind in found[-1].kinds)
         raise ConfigError(
             f"a token needs {token_bytes} bytes of KV in each layer, a page has {max(PAGE_SIZES)}"
         )
-    return make_geometry(config, dtype, best)
+    enough = [g for g in found if least[g.page_bytes] >= min(LEAST_TOKENS, most)]
+    return min(enough, key=lambda g: (round(page_waste(g), 3), -g.page_bytes))

@@ -41,9 +41,9 @@ class ArenaState:
     widths: Any
     """int32[D, moe layers, experts, 2]"""
     block_pages: Any
-    """int32[D, layers, kv_blocks]"""
+    """For each kind of KV: int32[D, layers, kv_blocks]"""
     block_tables: Any
-    """int32[D, rows, blocks per row]"""
+    """For each kind of KV: int32[D, rows, blocks per row]"""
     last_tokens: Any
     """int32[rows]"""
     marks: Any
@@ -153,22 +153,24 @@ def apply_edits(state: ArenaState, control: dict[str, Array]) -> ArenaState:
     """The state after the edit lists of a control array. Entries beyond the counts do nothing."""
     header = control["header"]
 
-    def rows(section: str, count: Header) -> Array:
+    def used(section: str, count: int) -> Array:
         """The edits, with those beyond the count pointing out of range."""
         edits = control[section]
-        used = jnp.arange(edits.shape[0], dtype=jnp.int32) < header[count]
-        return jnp.where(used[:, None], edits, _OUT_OF_RANGE)
+        is_used = jnp.arange(edits.shape[0], dtype=jnp.int32) < header[count]
+        return jnp.where(is_used[:, None], edits, _OUT_OF_RANGE)
 
-    blocks = rows("block_edits", Header.BLOCK_EDITS)
-    table = rows("row_edits", Header.ROW_EDITS)
-    block_pages = state.block_pages.at[:, :, blocks[:, 0]].set(blocks[:, 1:].T[None], mode="drop")
-    block_tables = state.block_tables.at[:, table[:, 0], table[:, 1]].set(
-        table[None, :, 2], mode="drop"
+    block_pages, block_tables = [], []
+    for i, (pages, tables) in enumerate(zip(state.block_pages, state.block_tables, strict=True)):
+        at = Header.KV_EDITS + 2 * i
+        blocks, rows = used(f"block_edits.{i}", at), used(f"row_edits.{i}", at + 1)
+        block_pages.append(pages.at[:, :, blocks[:, 0]].set(blocks[:, 1:].T[None], mode="drop"))
+        block_tables.append(tables.at[:, rows[:, 0], rows[:, 1]].set(rows[None, :, 2], mode="drop"))
+    edited = dataclasses.replace(
+        state, block_pages=tuple(block_pages), block_tables=tuple(block_tables)
     )
-    edited = dataclasses.replace(state, block_pages=block_pages, block_tables=block_tables)
     if control["expert_edits"].shape[0] == 0:
         return edited
-    return _apply_expert_edits(edited, rows("expert_edits", Header.EXPERT_EDITS))
+    return _apply_expert_edits(edited, used("expert_edits", Header.EXPERT_EDITS))
 
 
 def _apply_expert_edits(state: ArenaState, edits: Int32[Array, "edits 4"]) -> ArenaState:

@@ -1,15 +1,18 @@
-"""Grouped-query attention: projections, and the plain computation over cached keys and values."""
+"""Attention of queries over cached tokens: the plain computation, whole and by parts.
 
-from typing import Any, NamedTuple
+What a token caches is one row of values; `join_kv` makes it and `split_kv` reads keys and values
+from it. Multi-head latent attention caches one key for all heads, whose start is the value too
+(DeepSeek-AI 2024, DeepSeek-V2, section 2.1.2): grouped-query attention with one KV head.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from moejax.config import Attention
-from moejax.layers.linear import Linear, RmsNorm, Stack, precision_of
-from moejax.layers.rope import rotate
+from moejax.config import AnyAttention, Mla, Reach
+from moejax.layers.linear import precision_of
 
 
 class Qkv(NamedTuple):
@@ -17,70 +20,63 @@ class Qkv(NamedTuple):
 
     q: Float[Array, "tokens heads size"]
     k: Float[Array, "tokens kv_heads size"]
-    v: Float[Array, "tokens kv_heads size"]
+    v: Float[Array, "tokens kv_heads size"] | None
+    """None: the values are the start of the keys."""
+    sinks: Float[Array, " heads"] | None = None
+    """A score per head that joins the softmax without a value."""
 
 
-class AttentionLayer(nnx.Module):
-    """The projections around attention. What it attends to is the caller's."""
+def join_kv(qkv: Qkv) -> Float[Array, "tokens values"]:
+    """What each token caches."""
+    parts = (qkv.k,) if qkv.v is None else (qkv.k, qkv.v)
+    return jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
-    def __init__(
-        self, part: Attention, hidden_size: int, *, epsilon: float, stack: Stack, dtype: str
-    ) -> None:
-        q_size = part.num_heads * part.head_size
-        kv_size = part.num_kv_heads * part.head_size
-        options: Any = {"stack": stack, "dtype": dtype}
-        self.part = part
-        self.q = Linear(hidden_size, q_size, bias=part.qkv_bias, **options)
-        self.k = Linear(hidden_size, kv_size, bias=part.qkv_bias, **options)
-        self.v = Linear(hidden_size, kv_size, bias=part.qkv_bias, **options)
-        self.o = Linear(q_size, hidden_size, bias=part.output_bias, **options)
-        if part.qk_norm != "none":
-            per_head = part.qk_norm == "head"
-            q_norm = part.head_size if per_head else q_size
-            k_norm = part.head_size if per_head else kv_size
-            self.q_norm = RmsNorm(q_norm, epsilon=epsilon, **options)
-            self.k_norm = RmsNorm(k_norm, epsilon=epsilon, **options)
 
-    def project(self, x: Float[Array, "tokens hidden"], positions: Int32[Array, " tokens"]) -> Qkv:
-        """Queries, keys and values: norm, clip, then rotation."""
-        part = self.part
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if part.qk_norm == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.reshape(len(x), -1, part.head_size) for y in (q, k, v))
-        if part.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if part.qkv_clip is not None:
-            q, k, v = (jnp.clip(y, -part.qkv_clip, part.qkv_clip) for y in (q, k, v))
-        return Qkv(rotate(q, positions, part.rope), rotate(k, positions, part.rope), v)
+def split_kv(
+    values: Float[Array, "*n values"], part: AnyAttention
+) -> tuple[Float[Array, "*n kv_heads size"], Float[Array, "*n kv_heads size2"]]:
+    """Keys and values of what tokens have cached."""
+    if isinstance(part, Mla):
+        k = values[..., None, :]
+        return k, k[..., : part.latent_size]
+    heads = values.reshape(*values.shape[:-1], 2 * part.num_kv_heads, part.head_size)
+    k, v = jnp.split(heads, 2, axis=-2)
+    return k, v
 
-    def output(self, o: Float[Array, "tokens heads size"]) -> Float[Array, "tokens hidden"]:
-        """The output projection."""
-        return self.o(o.reshape(len(o), -1))
+
+def num_kv_heads(part: AnyAttention) -> int:
+    """KV heads of what is cached."""
+    return 1 if isinstance(part, Mla) else part.num_kv_heads
+
+
+def value_size(part: AnyAttention) -> int:
+    """Size of a cached value, and of what attention gives per head."""
+    return part.latent_size if isinstance(part, Mla) else part.head_size
 
 
 def visible(
     query_positions: Int32[Array, " queries"],
     key_positions: Int32[Array, " keys"],
-    window: int | None,
+    reach: Reach,
 ) -> Bool[Array, "queries keys"]:
-    """Which keys a query sees: those up to itself, within the window."""
-    behind = query_positions[:, None] - key_positions[None, :]
-    seen = behind >= 0
-    return seen if window is None else seen & (behind < window)
+    """Which keys a query sees: those up to itself, as far back as it reaches."""
+    query, key = query_positions[:, None], key_positions[None, :]
+    seen: Bool[Array, "queries keys"] = (key <= query) & (key >= reach.oldest(query))
+    return seen
 
 
 def attend(
     q: Float[Array, "queries heads size"],
     k: Float[Array, "keys kv_heads size"],
-    v: Float[Array, "keys kv_heads size"],
+    v: Float[Array, "keys kv_heads size2"],
     mask: Bool[Array, "queries keys"],
     scale: float,
-) -> Float[Array, "queries heads size"]:
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "queries heads size2"]:
     """Softmax attention of one sequence. Keys and values that nobody sees may hold anything.
 
     Scores and softmax are in float32; probabilities are rounded to the dtype of v. A query that
-    sees no key gives zeros.
+    sees no key gives zeros. `sinks`: a score per head whose share of the softmax is lost.
     """
     queries, heads, size = q.shape
     groups = k.shape[1]
@@ -94,8 +90,13 @@ def attend(
     )
     scores = jnp.where(mask[None, None], scores * scale, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
+    lost = jnp.float32(0.0)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(groups, -1, 1, 1)
+        top = jnp.maximum(top, sink)
+        lost = jnp.exp(sink - top)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + lost
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(v.dtype)
     # Zero times the NaN of a page that nobody owns would still be NaN.
     v = jnp.where(jnp.any(mask, axis=0)[:, None, None], v, jnp.zeros((), v.dtype))
@@ -106,10 +107,10 @@ def attend(
         precision=precision_of(q),
         preferred_element_type=jnp.float32,
     )
-    return o.reshape(queries, heads, size).astype(q.dtype)
+    return o.reshape(queries, heads, -1).astype(q.dtype)
 
 
-attend_rows = jax.vmap(attend, in_axes=(0, 0, 0, 0, None))
+attend_rows = jax.vmap(attend, in_axes=(0, 0, 0, 0, None, None))
 
 
 class Partial(NamedTuple):
@@ -123,22 +124,27 @@ class Partial(NamedTuple):
     """The weighted values, in float32."""
 
 
-def start_partial(q: Float[Array, "queries heads size"], kv_heads: int) -> Partial:
-    """Attention over no key."""
-    queries, heads, size = q.shape
-    shape = (kv_heads, heads // kv_heads, queries)
-    return Partial(
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, size), jnp.float32),
-    )
+def start_partial(
+    q: Float[Array, "queries heads size"],
+    part: AnyAttention,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Partial:
+    """Attention over no key, or over the sinks alone."""
+    queries, heads, _ = q.shape
+    groups = num_kv_heads(part)
+    shape = (groups, heads // groups, queries)
+    o = jnp.zeros((*shape, value_size(part)), jnp.float32)
+    if sinks is None:
+        return Partial(jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), o)
+    top = sinks.astype(jnp.float32).reshape(groups, -1, 1)
+    return Partial(jnp.broadcast_to(top, shape), jnp.ones(shape, jnp.float32), o)
 
 
 def add_keys(
     partial: Partial,
     q: Float[Array, "queries heads size"],
     k: Float[Array, "keys kv_heads size"],
-    v: Float[Array, "keys kv_heads size"],
+    v: Float[Array, "keys kv_heads size2"],
     mask: Bool[Array, "queries keys"],
     scale: float,
 ) -> Partial:

@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from moejax.arena.geometry import LinearShape
 from moejax.arena.state import decode_dense, gather_pages
-from moejax.layers.linear import product
+from moejax.config import Activation
+from moejax.layers.linear import product, product_with_bias
+from moejax.layers.mlp import activate
 
 MAX_TILE = 64
 
@@ -26,6 +28,14 @@ class ExpertWeights(NamedTuple):
     gate: Float[Array, "width hidden"]
     up: Float[Array, "width hidden"]
     down: Float[Array, "hidden width"]
+
+
+class ExpertBias(NamedTuple):
+    """The biases of all experts of a layer."""
+
+    gate: Float[Array, "experts width"]
+    up: Float[Array, "experts width"]
+    down: Float[Array, "experts hidden"]
 
 
 @runtime_checkable
@@ -133,11 +143,16 @@ def run_experts(
     topk_weights: Float[Array, "tokens k"],
     valid: Bool[Array, " tokens"],
     experts: Experts,
+    *,
+    activation: Activation = "silu",
+    weights_input: bool = False,
+    bias: ExpertBias | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """The weighted sum of the outputs of each token's experts; zero for invalid tokens.
 
     Products are rounded to the dtype of x, weighted and summed in the dtype of the weights (that
-    of x, or float32), and rounded once.
+    of x, or float32), and rounded once. `weights_input`: the weights multiply the inputs of the
+    experts instead, in the dtype of x.
     """
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
@@ -146,7 +161,13 @@ def run_experts(
 
     def compute(expert: Int32[Array, ""], rows: Float[Array, "m hidden"]) -> Array:
         gate, up, down = experts.weights(expert)
-        return product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
+        if bias is None:
+            return product(activate(product(rows, gate), product(rows, up), activation), down)
+        of = ExpertBias(*(lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in bias))
+        gated = activate(
+            product_with_bias(rows, gate, of.gate), product_with_bias(rows, up, of.up), activation
+        )
+        return product_with_bias(gated, down, of.down)
 
     def body(
         places: Float[Array, "places hidden"], tile: tuple[Array, Array, Array, Array]
@@ -159,7 +180,10 @@ def run_experts(
         return lax.dynamic_update_slice_in_dim(places, y, start, axis=0), None
 
     # Outputs take the places of their inputs; padding, since a tile may reach beyond the last slot.
-    places = x[jnp.pad(tiles.order // k, (0, size))]
+    order = jnp.pad(tiles.order, (0, size))
+    places = x[order // k]
+    if weights_input:
+        places = places * topk_weights.reshape(-1)[order].astype(x.dtype)[:, None]
     places, _ = lax.scan(body, places, (tiles.expert, tiles.start, tiles.used, tiles.end))
     place_of = (
         jnp.zeros(tokens * k, jnp.int32)
@@ -167,5 +191,6 @@ def run_experts(
         .set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
     )
     y = places[place_of].reshape(tokens, k, -1)
-    total = jnp.sum(y.astype(topk_weights.dtype) * topk_weights[:, :, None], axis=1)
+    weights = jnp.ones_like(topk_weights) if weights_input else topk_weights
+    total = jnp.sum(y.astype(weights.dtype) * weights[:, :, None], axis=1)
     return jnp.where(valid[:, None], total, 0).astype(x.dtype)

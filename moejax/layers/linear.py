@@ -1,8 +1,10 @@
-"""Products with weights, RMS norm and embedding.
+"""Products with weights, norms and embedding.
 
 Weights are stored `[out, in]`, as in Hugging Face checkpoints. Modules are made with a `stack`: the
 leading axes under which a segment's layers are stacked; a scan takes them off again.
 """
+
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 Stack = tuple[int, ...]
+NormKind = Literal["rms", "rms_float32", "layer"]
 
 
 def product(x: Float[Array, "*n k"], w: Float[Array, "m k"]) -> Float[Array, "*n m"]:
@@ -29,6 +32,15 @@ def product_float32(x: Float[Array, "*n k"], w: Float[Array, "m k"]) -> Float[Ar
     )
 
 
+def product_with_bias(
+    x: Float[Array, "*n k"], w: Float[Array, "m k"], bias: Float[Array, " m"]
+) -> Float[Array, "*n m"]:
+    """x times the transpose of w, plus a bias: summed in float32, in the dtype of x."""
+    y = product_float32(x, w)
+    wide = bias.astype(jnp.float32)
+    return (y + wide.reshape((1,) * (y.ndim - 1) + wide.shape)).astype(x.dtype)
+
+
 def precision_of(x: Float[Array, "..."]) -> lax.Precision:
     """The precision of products with x: a GPU would round float32 factors to TF32."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -44,25 +56,79 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((*stack, outputs), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*n k"]) -> Float[Array, "*n m"]:
-        y = product_float32(x, self.weight[...])
-        if self.bias is not None:
-            bias = self.bias[...].astype(jnp.float32)
-            y = y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
-        return y.astype(x.dtype)
+        if self.bias is None:
+            return product(x, self.weight[...])
+        return product_with_bias(x, self.weight[...], self.bias[...])
+
+
+def unit_rms(x: Float[Array, "*n size"], epsilon: float) -> Float[Array, "*n size"]:
+    """x / sqrt(mean(x^2) + epsilon), in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
 
 
 class RmsNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) in float32, rounded to the dtype of x, times a weight."""
+    """RMS norm times a weight: rounded to the dtype of x before that, or after it.
+
+    `rounds_late`: the weight multiplies in float32.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float,
+        rounds_late: bool = False,
+        stack: Stack = (),
+        dtype: str,
+    ) -> None:
+        self.weight = nnx.Param(jnp.ones((*stack, size), dtype))
+        self.epsilon = epsilon
+        self.rounds_late = rounds_late
+
+    def __call__(self, x: Float[Array, "*n size"]) -> Float[Array, "*n size"]:
+        y = unit_rms(x, self.epsilon)
+        weight = self.weight[...]
+        weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        if self.rounds_late:
+            return (y * weight.astype(jnp.float32)).astype(x.dtype)
+        return y.astype(x.dtype) * weight
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in float32 (Ba et al. 2016)."""
 
     def __init__(self, size: int, *, epsilon: float, stack: Stack = (), dtype: str) -> None:
         self.weight = nnx.Param(jnp.ones((*stack, size), dtype))
+        self.bias = nnx.Param(jnp.zeros((*stack, size), dtype))
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*n size"]) -> Float[Array, "*n size"]:
         wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        weight = self.weight[...]
-        return (wide * scale).astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        y = unit_rms(wide - jnp.mean(wide, axis=-1, keepdims=True), self.epsilon)
+        weight, bias = (
+            part[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + part.shape)
+            for part in (self.weight, self.bias)
+        )
+        return (y * weight + bias).astype(x.dtype)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+def make_norm(
+    kind: NormKind,
+    size: int,
+    *,
+    epsilon: float,
+    stack: Stack = (),
+    dtype: str,
+) -> Norm:
+    """The norm that a ModelConfig names."""
+    if kind == "layer":
+        return LayerNorm(size, epsilon=epsilon, stack=stack, dtype=dtype)
+    late = kind == "rms_float32"
+    return RmsNorm(size, epsilon=epsilon, rounds_late=late, stack=stack, dtype=dtype)
 
 
 class Embedding(nnx.Module):

@@ -1,30 +1,47 @@
-"""The gated MLP, dense or shared by all tokens."""
+"""The gated MLP, dense or shared by all tokens, and its activations."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moejax.config import SharedExpert
+from moejax.config import Activation, ClampedSwiglu, SharedExpert
 from moejax.layers.linear import Linear, Stack
 
 
-class MlpLayer(nnx.Module):
-    """down(silu(gate x) * up x)."""
+def activate(
+    gate: Float[Array, "*n width"], up: Float[Array, "*n width"], activation: Activation
+) -> Float[Array, "*n width"]:
+    """What goes into the down projection."""
+    if isinstance(activation, ClampedSwiglu):
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.clip(up, -activation.limit, activation.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(gate * activation.alpha)
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, hidden_size: int, width: int, *, stack: Stack, dtype: str) -> None:
+
+class MlpLayer(nnx.Module):
+    """down(activation(gate x) * up x)."""
+
+    def __init__(
+        self, hidden_size: int, width: int, activation: Activation, *, stack: Stack, dtype: str
+    ) -> None:
+        self.activation = activation
         self.gate = Linear(hidden_size, width, stack=stack, dtype=dtype)
         self.up = Linear(hidden_size, width, stack=stack, dtype=dtype)
         self.down = Linear(width, hidden_size, stack=stack, dtype=dtype)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(activate(self.gate(x), self.up(x), self.activation))
 
 
 class SharedExpertLayer(MlpLayer):
     """An MLP for every token, times the sigmoid of a learned projection where it is gated."""
 
     def __init__(self, hidden_size: int, part: SharedExpert, *, stack: Stack, dtype: str) -> None:
-        super().__init__(hidden_size, part.width, stack=stack, dtype=dtype)
+        super().__init__(hidden_size, part.width, part.activation, stack=stack, dtype=dtype)
         self.router = Linear(hidden_size, 1, stack=stack, dtype=dtype) if part.gated else None
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:

@@ -1,43 +1,44 @@
-"""The Mixture-of-Experts layer: router, experts, shared expert."""
+"""The Mixture-of-Experts layer: router, experts, shared expert, and a dense MLP beside them."""
 
-from typing import NamedTuple
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
-from moejax.config import Moe, Router
-from moejax.layers.experts import Experts, run_experts
-from moejax.layers.linear import Linear, Stack
-from moejax.layers.mlp import SharedExpertLayer
-
-
-class Routing(NamedTuple):
-    """Which experts each token goes to, and their weights."""
-
-    topk_ids: Int32[Array, "tokens k"]
-    topk_weights: Float[Array, "tokens k"]
+from moejax.config import MlpAndMoe, Moe
+from moejax.layers.experts import ExpertBias, Experts, run_experts
+from moejax.layers.linear import Norm, NormKind, Stack, make_norm
+from moejax.layers.mlp import MlpLayer, SharedExpertLayer
+from moejax.layers.router import RouterLayer
 
 
-def route(router_logits: Float[Array, "tokens experts"], part: Router) -> Routing:
-    """Softmax over all experts in float32, the largest k of it, renormalised where asked."""
-    p = jax.nn.softmax(router_logits.astype(jnp.float32), axis=-1)
-    weights, ids = lax.top_k(p, part.experts_per_token)
-    if part.renormalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    if not part.float32_weights:
-        weights = weights.astype(router_logits.dtype)
-    return Routing(ids.astype(jnp.int32), weights)
+class ExpertBiasLayer(nnx.Module):
+    """The biases of all experts: small, so they are not where the experts' matrices lie."""
+
+    def __init__(self, part: Moe, hidden_size: int, *, stack: Stack, dtype: str) -> None:
+        experts = (*stack, part.router.num_experts)
+        self.gate = nnx.Param(jnp.zeros((*experts, part.expert_width), dtype))
+        self.up = nnx.Param(jnp.zeros((*experts, part.expert_width), dtype))
+        self.down = nnx.Param(jnp.zeros((*experts, hidden_size), dtype))
+
+    def __call__(self) -> ExpertBias:
+        return ExpertBias(self.gate[...], self.up[...], self.down[...])
 
 
 class MoeLayer(nnx.Module):
     """Routed experts, whose weights lie elsewhere, plus the model's shared expert, if any."""
 
-    def __init__(self, part: Moe, hidden_size: int, *, stack: Stack, dtype: str) -> None:
+    def __init__(
+        self, part: Moe, hidden_size: int, *, epsilon: float, stack: Stack, dtype: str
+    ) -> None:
         self.part = part
-        self.router = Linear(hidden_size, part.router.num_experts, stack=stack, dtype=dtype)
+        self.router = RouterLayer(
+            part.router, hidden_size, epsilon=epsilon, stack=stack, dtype=dtype
+        )
+        self.expert_bias = (
+            ExpertBiasLayer(part, hidden_size, stack=stack, dtype=dtype)
+            if part.expert_bias
+            else None
+        )
         self.shared = (
             None
             if part.shared is None
@@ -45,8 +46,54 @@ class MoeLayer(nnx.Module):
         )
 
     def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        valid: Bool[Array, " tokens"],
+        experts: Experts,
+        router_input: Float[Array, "tokens hidden"] | None = None,
+    ) -> Float[Array, "tokens hidden"]:
+        """`router_input`: what the router reads; None: x, as the experts do."""
+        routing = self.router(x if router_input is None else router_input)
+        y = run_experts(
+            x,
+            routing.topk_ids,
+            routing.topk_weights,
+            valid,
+            experts,
+            activation=self.part.activation,
+            weights_input=self.part.weights_input,
+            bias=None if self.expert_bias is None else self.expert_bias(),
+        )
+        return y if self.shared is None else y + self.shared(x)
+
+
+class MlpAndMoeLayer(nnx.Module):
+    """A dense MLP beside routed experts, each with a norm before and one after it."""
+
+    def __init__(
+        self,
+        part: MlpAndMoe,
+        hidden_size: int,
+        *,
+        norm: NormKind,
+        epsilon: float,
+        stack: Stack,
+        dtype: str,
+    ) -> None:
+        def make() -> Norm:
+            return make_norm(norm, hidden_size, epsilon=epsilon, stack=stack, dtype=dtype)
+
+        self.mlp_norm, self.mlp_post_norm = make(), make()
+        self.moe_norm, self.moe_post_norm = make(), make()
+        self.mlp = MlpLayer(
+            hidden_size, part.mlp.width, part.mlp.activation, stack=stack, dtype=dtype
+        )
+        self.moe = MoeLayer(part.moe, hidden_size, epsilon=epsilon, stack=stack, dtype=dtype)
+
+    def __call__(
         self, x: Float[Array, "tokens hidden"], valid: Bool[Array, " tokens"], experts: Experts
     ) -> Float[Array, "tokens hidden"]:
-        routing = route(self.router(x), self.part.router)
-        y = run_experts(x, routing.topk_ids, routing.topk_weights, valid, experts)
-        return y if self.shared is None else y + self.shared(x)
+        """x is the residual: the router reads it as it is."""
+        dense = self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        routed = self.moe(self.moe_norm(x), valid, experts, router_input=x)
+        return dense + self.moe_post_norm(routed)

@@ -12,12 +12,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from moejax.config import LayerKind, Mlp, ModelConfig
-from moejax.layers.attention import AttentionLayer, Qkv
+from moejax.config import AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelConfig, Moe
+from moejax.layers.attention import Qkv
 from moejax.layers.experts import Experts
-from moejax.layers.linear import Embedding, Linear, RmsNorm, Stack, product_float32
+from moejax.layers.gqa import AttentionLayer
+from moejax.layers.linear import Embedding, Linear, Norm, Stack, make_norm, product_float32
+from moejax.layers.mla import MlaLayer
 from moejax.layers.mlp import MlpLayer
-from moejax.layers.moe import MoeLayer
+from moejax.layers.moe import MlpAndMoeLayer, MoeLayer
 
 Params = dict[str, Any]
 """The decoder's weights, without routed experts, as a plain nested dictionary."""
@@ -36,6 +38,11 @@ class Memory(Protocol):
     @property
     def valid(self) -> Bool[Array, " tokens"]: ...
 
+    @property
+    def uses_long_rope(self) -> Bool[Array, " tokens"]:
+        """Which tokens take the long factors of longrope."""
+        ...
+
     def start(self) -> Any:
         """The carry before the first layer."""
         ...
@@ -45,7 +52,7 @@ class Memory(Protocol):
         ...
 
     def attend(
-        self, carry: Any, layer: Any, qkv: Qkv, window: int | None, scale: float
+        self, carry: Any, layer: Any, qkv: Qkv, part: AnyAttention
     ) -> tuple[Any, Float[Array, "tokens heads size"]]:
         """Keeps the new keys and values, and attends to all that the tokens see."""
         ...
@@ -60,29 +67,62 @@ class Block(nnx.Module):
 
     def __init__(self, kind: LayerKind, config: ModelConfig, *, stack: Stack, dtype: str) -> None:
         hidden, epsilon = config.hidden_size, config.norm_epsilon
-        self.attention_norm = RmsNorm(hidden, epsilon=epsilon, stack=stack, dtype=dtype)
-        self.attention = AttentionLayer(
-            kind.attention, hidden, epsilon=epsilon, stack=stack, dtype=dtype
-        )
-        self.feed_forward_norm = RmsNorm(hidden, epsilon=epsilon, stack=stack, dtype=dtype)
-        part = kind.feed_forward
-        self.feed_forward: MlpLayer | MoeLayer
-        if isinstance(part, Mlp):
-            self.feed_forward = MlpLayer(hidden, part.width, stack=stack, dtype=dtype)
+        options: Any = {"stack": stack, "dtype": dtype}
+        rounds_late = config.norm == "rms_float32"
+
+        def norm() -> Norm:
+            return make_norm(config.norm, hidden, epsilon=epsilon, **options)
+
+        self.kind = kind
+        self.attention_norm = norm()
+        self.attention: AttentionLayer | MlaLayer
+        if isinstance(kind.attention, Mla):
+            self.attention = MlaLayer(kind.attention, hidden, rounds_late=rounds_late, **options)
         else:
-            self.feed_forward = MoeLayer(part, hidden, stack=stack, dtype=dtype)
+            self.attention = AttentionLayer(
+                kind.attention, hidden, epsilon=epsilon, rounds_late=rounds_late, **options
+            )
+        part = kind.feed_forward
+        self.feed_forward: MlpLayer | MoeLayer | MlpAndMoeLayer
+        if isinstance(part, Mlp):
+            self.feed_forward = MlpLayer(hidden, part.width, part.activation, **options)
+        elif isinstance(part, Moe):
+            self.feed_forward = MoeLayer(part, hidden, epsilon=epsilon, **options)
+        else:
+            self.feed_forward = MlpAndMoeLayer(
+                part, hidden, norm=config.norm, epsilon=epsilon, **options
+            )
+        if not isinstance(part, MlpAndMoe):
+            self.feed_forward_norm = norm()
+        if kind.post_norms:
+            self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
+        if kind.output_scale:
+            self.output_scale = nnx.Param(jnp.ones((*stack, 1), dtype))
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
-        part = self.attention.part
-        qkv = self.attention.project(self.attention_norm(x), memory.positions)
-        carry, o = memory.attend(carry, layer, qkv, part.window, part.scale)
-        x = x + self.attention.output(o)
+        kind = self.kind
+        qkv = self.attention.project(
+            self.attention_norm(x), memory.positions, memory.uses_long_rope
+        )
+        carry, o = memory.attend(carry, layer, qkv, kind.attention)
+        y = self.attention.output(o)
+        x = x + (self.attention_post_norm(y) if kind.post_norms else y)
+        y = self._feed_forward(x, carry, layer, memory)
+        x = x + (self.feed_forward_post_norm(y) if kind.post_norms else y)
+        return (x * self.output_scale[...][None, :] if kind.output_scale else x), carry
+
+    def _feed_forward(
+        self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
+    ) -> Float[Array, "tokens hidden"]:
+        part = self.feed_forward
+        if isinstance(part, MlpAndMoeLayer):
+            return part(x, memory.valid, memory.experts(carry, layer))
         y = self.feed_forward_norm(x)
-        if isinstance(self.feed_forward, MlpLayer):
-            return x + self.feed_forward(y), carry
-        return x + self.feed_forward(y, memory.valid, memory.experts(carry, layer)), carry
+        if isinstance(part, MlpLayer):
+            return part(y)
+        return part(y, memory.valid, memory.experts(carry, layer))
 
 
 class Decoder(nnx.Module):
@@ -102,19 +142,24 @@ class Decoder(nnx.Module):
                 for segment in config.segments
             ]
         )
-        self.norm = RmsNorm(config.hidden_size, epsilon=config.norm_epsilon, dtype=dtype)
+        self.norm = make_norm(
+            config.norm, config.hidden_size, epsilon=config.norm_epsilon, dtype=dtype
+        )
         # flax.nnx wants an attribute set once: None is static, a module is not.
         self.head = (
             None
             if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+            else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias, dtype=dtype)
         )
 
     def __call__(
         self, tokens: Int32[Array, " tokens"], memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """The normed hidden states after the last layer, and the final carry."""
-        state = self.embed(tokens), memory.start()
+        x = self.embed(tokens)
+        if self.config.embedding_scale is not None:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        state = x, memory.start()
         for number, blocks in enumerate(self.segments):
             graph, weights = nnx.split(blocks)
 
@@ -132,7 +177,11 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
         """The scores of the next token, in float32."""
         head = self.embed if self.head is None else self.head
-        return product_float32(hidden, head.weight[...])
+        logits = product_float32(hidden, head.weight[...])
+        if isinstance(head, Linear) and head.bias is not None:
+            logits = logits + head.bias[...].astype(jnp.float32)[None, :]
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def abstract_params(config: ModelConfig, dtype: str) -> Params:

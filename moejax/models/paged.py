@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from moejax.arena.control import Field, Header
-from moejax.arena.format import DTYPES
+from moejax.arena.control import Field, Flag, Header
 from moejax.arena.geometry import Geometry
+from moejax.arena.kinds import KvKind
 from moejax.arena.state import (
     ArenaState,
     read_tokens,
@@ -18,13 +18,16 @@ from moejax.arena.state import (
     words_to_values,
     write_tokens,
 )
-from moejax.config import ModelConfig
+from moejax.config import AnyAttention, ModelConfig
 from moejax.layers.attention import (
     Partial,
     Qkv,
     add_keys,
     finish_partial,
+    join_kv,
+    split_kv,
     start_partial,
+    value_size,
     visible,
 )
 from moejax.layers.experts import Paged
@@ -46,6 +49,7 @@ class Batch(NamedTuple):
     starts: Int32[Array, " rows"]
     lengths: Int32[Array, " rows"]
     cached: Int32[Array, " rows"]
+    uses_long_rope: Bool[Array, " tokens"]
 
 
 def make_batch(control: dict[str, Array], last_tokens: Int32[Array, " table_rows"]) -> Batch:
@@ -60,6 +64,7 @@ def make_batch(control: dict[str, Array], last_tokens: Int32[Array, " table_rows
     cached = rows[:, Field.CACHED]
     tokens = control["tokens"]
     last = last_tokens[rows[:, Field.ROW]][row_of]
+    long_rope = (rows[:, Field.FLAGS] & int(Flag.LONG_ROPE)) > 0
     return Batch(
         tokens=jnp.where(tokens < 0, last, tokens),
         positions=cached[row_of] + number - starts[row_of],
@@ -69,6 +74,7 @@ def make_batch(control: dict[str, Array], last_tokens: Int32[Array, " table_rows
         starts=starts,
         lengths=lengths,
         cached=cached,
+        uses_long_rope=long_rope[row_of],
     )
 
 
@@ -101,6 +107,10 @@ class PagedMemory:
     def valid(self) -> Bool[Array, " tokens"]:
         return self.batch.valid
 
+    @property
+    def uses_long_rope(self) -> Bool[Array, " tokens"]:
+        return self.batch.uses_long_rope
+
     def start(self) -> UInt32[Array, "pages words"]:
         pages: UInt32[Array, "pages words"] = self.state.pages[0]
         return pages
@@ -115,7 +125,9 @@ class PagedMemory:
                 for n, place in enumerate(places)
                 if (place.segment, place.index) == (segment, index)
             ]
-            block_pages = self.state.block_pages[0, jnp.array(numbers)]
+            kind, _ = self.geometry.place_of(numbers[0])
+            within = [self.geometry.place_of(n)[1] for n in numbers]
+            block_pages = self.state.block_pages[kind][0, jnp.array(within)]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
             gate_up = self.state.gate_up_pages[0, jnp.array(moe)] if moe else None
             down = self.state.down_pages[0, jnp.array(moe)] if moe else None
@@ -141,144 +153,135 @@ class PagedMemory:
         carry: UInt32[Array, "pages words"],
         layer: LayerTables,
         qkv: Qkv,
-        window: int | None,
-        scale: float,
+        part: AnyAttention,
     ) -> tuple[UInt32[Array, "pages words"], Float[Array, "tokens heads size"]]:
-        batch, block_size = self.batch, self.geometry.block_size
-        # int32[rows, blocks per row]: pages of this layer
-        row_pages = layer.block_pages[self.state.block_tables[0][batch.table_rows]]
-        block = jnp.minimum(batch.positions // block_size, row_pages.shape[1] - 1)
-        words = values_to_words(
-            jnp.concatenate([x.reshape(len(x), -1) for x in (qkv.k, qkv.v)], axis=1)
-        )
+        batch = self.batch
+        number = self.geometry.kind_of(part)
+        kind = self.geometry.kinds[number]
+        tables = self.state.block_tables[number][0]
+        block = jnp.minimum(batch.positions // kind.block_size, tables.shape[1] - 1)
         pages = write_tokens(
             carry,
-            row_pages[batch.row_of, block],
-            batch.positions % block_size,
-            words,
+            layer.block_pages[tables[batch.table_rows[batch.row_of], block]],
+            batch.positions % kind.block_size,
+            values_to_words(join_kv(qkv)),
             batch.valid,
         )
-        o = qkv.q
+        view = _View(pages, layer.block_pages, tables, kind, part, self.geometry.dtype)
+        # Results take the place of the queries where they have their shape.
+        o = qkv.q[..., : value_size(part)]
         if self.prefill_rows:
-            o = self._attend_ragged(pages, row_pages, qkv, window, scale)
-        if self.prefill_rows < len(row_pages):
-            o = self._attend_decode(pages, row_pages, qkv, o, window, scale)
+            o = self._attend_ragged(view, qkv)
+        if self.prefill_rows < len(batch.starts):
+            o = self._attend_decode(view, qkv, o)
         return pages, jnp.where(batch.valid[:, None, None], o, jnp.zeros((), o.dtype))
 
-    def _attend_keys(
-        self,
-        pages: UInt32[Array, "pages words"],
-        row_pages: Int32[Array, "rows blocks"],
-        q: Float[Array, "rows queries heads size"],
-        kv_heads: int,
-        positions: Int32[Array, "rows queries"],
-        used: Bool[Array, "rows queries"],
-        window: int | None,
-        scale: float,
-    ) -> Float[Array, "rows queries heads size"]:
-        """Attention of queries of some rows, over tiles of keys: no more than the longest needs."""
-        block_size = self.geometry.block_size
-        blocks = min(max(1, KEY_TILE // block_size), row_pages.shape[1])
-        row_pages = jnp.pad(row_pages, ((0, 0), (0, -row_pages.shape[1] % blocks)))
-        size = blocks * block_size
-        end = jnp.max(jnp.where(used, positions, -1)) // size + 1
-        first = jnp.int32(0)
-        if window is not None:
-            oldest = jnp.min(jnp.where(used, positions, row_pages.shape[1] * block_size))
-            first = jnp.maximum(oldest - window + 1, 0) // size
-
-        def add(number: Array, partial: Partial) -> Partial:
-            ids = lax.dynamic_slice_in_dim(row_pages, number * blocks, blocks, axis=1)
-            k, v = self._read(pages, ids, kv_heads, q.shape[-1])
-            keys = number * size + jnp.arange(size, dtype=jnp.int32)
-            mask = jax.vmap(lambda at: visible(at, keys, window))(positions) & used[..., None]
-            return jax.vmap(add_keys, (0, 0, 0, 0, 0, None))(partial, q, k, v, mask, scale)
-
-        start = jax.vmap(lambda row: start_partial(row, kv_heads))(q)
-        partial = lax.fori_loop(first, end, add, start)
-        return jax.vmap(finish_partial)(partial).astype(q.dtype)
-
-    def _read(
-        self,
-        pages: UInt32[Array, "pages words"],
-        page_ids: Int32[Array, "rows blocks"],
-        kv_heads: int,
-        size: int,
-    ) -> tuple[Float[Array, "rows keys kv_heads size"], Float[Array, "rows keys kv_heads size"]]:
-        """Keys and values of some blocks of rows."""
-        geometry = self.geometry
-        # Layers may have fewer KV heads than the page was cut for.
-        token_words = 2 * kv_heads * size * DTYPES[geometry.dtype].itemsize // 4
-        words = read_tokens(pages, page_ids, geometry.block_size, token_words)
-        values = words_to_values(words, geometry.dtype)
-        k, v = jnp.split(values.reshape(len(page_ids), -1, 2 * kv_heads, size), 2, axis=2)
-        return k, v
-
     def _attend_decode(
-        self,
-        pages: UInt32[Array, "pages words"],
-        row_pages: Int32[Array, "rows blocks"],
-        qkv: Qkv,
-        o: Float[Array, "tokens heads size"],
-        window: int | None,
-        scale: float,
+        self, view: "_View", qkv: Qkv, o: Float[Array, "tokens heads size"]
     ) -> Float[Array, "tokens heads size"]:
         """`o` with the results of the rows of one query: all of them at once."""
         first, batch = self.prefill_rows, self.batch
         used = batch.lengths[first:] > 0
         at = jnp.minimum(batch.starts[first:], len(qkv.q) - 1)
         # Where no row is used, no tile is read.
-        found = self._attend_keys(
-            pages,
-            row_pages[first:],
+        found = _attend_keys(
+            view,
+            batch.table_rows[first:],
             qkv.q[at][:, None],
-            qkv.k.shape[1],
+            qkv.sinks,
             batch.cached[first:, None],
             used[:, None],
-            window,
-            scale,
         )
         return o.at[jnp.where(used, at, len(o))].set(found[:, 0], mode="drop")
 
-    def _attend_ragged(
-        self,
-        pages: UInt32[Array, "pages words"],
-        row_pages: Int32[Array, "rows blocks"],
-        qkv: Qkv,
-        window: int | None,
-        scale: float,
-    ) -> Float[Array, "tokens heads size"]:
+    def _attend_ragged(self, view: "_View", qkv: Qkv) -> Float[Array, "tokens heads size"]:
         """The rows of several queries: tiles of queries of one row, one after the other.
 
         The places of other tokens hold something or other.
         """
-        batch = self.batch
+        batch, rows = self.batch, self.prefill_rows
         tokens, size = len(batch.tokens), min(QUERY_TILE, self.max_query)
-        per_row = -(-self.max_query // size)
-        place = jnp.arange(size, dtype=jnp.int32)
-        number = jnp.arange(self.prefill_rows * per_row, dtype=jnp.int32)
-        row, first = number // per_row, number % per_row * size
-        at = batch.starts[row][:, None] + first[:, None] + place[None, :]
+        # Each row has at most one tile that is not full.
+        row_tiles = -(-batch.lengths[:rows] // size)
+        ends = jnp.cumsum(row_tiles)
+        number = jnp.arange(rows + tokens // size, dtype=jnp.int32)
+        row = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        row = jnp.minimum(row, rows - 1)
+        starts = ends - row_tiles
+        place = (number - starts[row])[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+        # Tiles beyond the last row's end are behind its last token: their queries see nothing.
+        used = place < batch.lengths[row][:, None]
 
         def tile(o: Array, number: Array) -> tuple[Array, None]:
-            row, first = number // per_row, number % per_row * size
-
             q = lax.dynamic_index_in_dim(o, number, keepdims=False)
-            out = self._attend_keys(
-                pages,
-                row_pages[row][None],
+            out = _attend_keys(
+                view,
+                batch.table_rows[row[number]][None],
                 q[None],
-                qkv.k.shape[1],
-                (batch.cached[row] + first + place)[None],
-                (first + place < batch.lengths[row])[None],
-                window,
-                scale,
+                qkv.sinks,
+                (batch.cached[row[number]] + place[number])[None],
+                used[number][None],
             )
-            return lax.dynamic_update_index_in_dim(o, out[0], number, axis=0), None
+            # The results take the place of the queries: fresh zeros would be copied per layer.
+            return lax.dynamic_update_slice(o, out, (number, 0, 0, 0)), None
 
-        # The results take the place of the queries: fresh zeros would be copied for each layer.
-        o, _ = lax.scan(tile, qkv.q[jnp.minimum(at, tokens - 1)], number)
-        within = jnp.arange(tokens, dtype=jnp.int32) - batch.starts[batch.row_of]
-        within = jnp.clip(within, 0, per_row * size - 1)
-        row = jnp.minimum(batch.row_of, self.prefill_rows - 1)
-        return o.reshape(-1, *o.shape[2:])[row * per_row * size + within]
+        at = jnp.minimum(batch.starts[row][:, None] + place, tokens - 1)
+        o, _ = lax.scan(tile, qkv.q[at], number)
+        row = jnp.minimum(batch.row_of, rows - 1)
+        within = jnp.arange(tokens, dtype=jnp.int32) - batch.starts[row]
+        flat = starts[row] * size + jnp.maximum(within, 0)
+        flat = jnp.minimum(flat, len(number) * size - 1)
+        return o.reshape(-1, *o.shape[2:])[flat][..., : value_size(view.part)]
+
+
+class _View(NamedTuple):
+    """The cache of one layer, and how to read it."""
+
+    pages: UInt32[Array, "pages words"]
+    block_pages: Int32[Array, " kv_blocks"]
+    block_tables: Int32[Array, "table_rows blocks"]
+    kind: KvKind
+    part: AnyAttention
+    dtype: str
+
+    def read(
+        self, rows: Int32[Array, " rows"], first: Int32[Array, ""], count: int
+    ) -> tuple[Float[Array, "rows keys kv_heads size"], Float[Array, "rows keys kv_heads size2"]]:
+        """Keys and values of `count` blocks of some rows, from their block `first` on.
+
+        Blocks beyond the end of the tables read as poison.
+        """
+        at = first + jnp.arange(count, dtype=jnp.int32)
+        blocks = self.block_tables.at[rows[:, None], at[None, :]].get(mode="fill", fill_value=0)
+        words = read_tokens(
+            self.pages, self.block_pages[blocks], self.kind.block_size, self.kind.token_words
+        )
+        return split_kv(words_to_values(words, self.dtype), self.part)
+
+
+def _attend_keys(
+    view: _View,
+    table_rows: Int32[Array, " rows"],
+    q: Float[Array, "rows queries heads size"],
+    sinks: Float[Array, " heads"] | None,
+    positions: Int32[Array, "rows queries"],
+    used: Bool[Array, "rows queries"],
+) -> Float[Array, "rows queries heads size2"]:
+    """Attention of queries of some rows, over tiles of keys: no more than the longest needs."""
+    part, block_size = view.part, view.kind.block_size
+    blocks = min(max(1, KEY_TILE // block_size), view.block_tables.shape[1])
+    size = blocks * block_size
+    end = jnp.max(jnp.where(used, positions, -1)) // size + 1
+    last_place = view.block_tables.shape[1] * block_size
+    oldest = jnp.min(jnp.where(used, part.reach.oldest(positions), last_place))
+    first = jnp.maximum(oldest, 0) // size
+
+    def add(number: Array, partial: Partial) -> Partial:
+        k, v = view.read(table_rows, number * blocks, blocks)
+        keys = number * size + jnp.arange(size, dtype=jnp.int32)
+        mask = jax.vmap(lambda at: visible(at, keys, part.reach))(positions) & used[..., None]
+        return jax.vmap(add_keys, (0, 0, 0, 0, 0, None))(partial, q, k, v, mask, part.scale)
+
+    start = jax.vmap(lambda row: start_partial(row, part, sinks))(q)
+    partial = lax.fori_loop(first, end, add, start)
+    return jax.vmap(finish_partial)(partial).astype(q.dtype)

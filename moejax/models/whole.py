@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from moejax.arena.format import DTYPES, decode_dense, split_halves
 from moejax.arena.geometry import linear_shapes
 from moejax.checkpoint import Checkpoint
-from moejax.config import ModelConfig
-from moejax.layers.attention import Qkv, attend_rows, visible
+from moejax.config import AnyAttention, ModelConfig
+from moejax.layers.attention import Qkv, attend_rows, join_kv, split_kv, visible
 from moejax.layers.experts import Stacked
 from moejax.models.decoder import Params, bind
 
@@ -26,6 +26,8 @@ class WholeMemory:
     length: int
     stacked: dict[int, Stacked]
     """Layer number → its experts."""
+    long_rope: bool = False
+    """Whether the long factors of longrope turn the tokens."""
 
     @property
     def positions(self) -> Int32[Array, " tokens"]:
@@ -34,6 +36,10 @@ class WholeMemory:
     @property
     def valid(self) -> Bool[Array, " tokens"]:
         return jnp.ones(self.rows * self.length, bool)
+
+    @property
+    def uses_long_rope(self) -> Bool[Array, " tokens"]:
+        return jnp.full(self.rows * self.length, self.long_rope)
 
     def start(self) -> None:
         return None
@@ -52,14 +58,16 @@ class WholeMemory:
         return tuple(found)
 
     def attend(
-        self, carry: None, layer: Any, qkv: Qkv, window: int | None, scale: float
+        self, carry: None, layer: Any, qkv: Qkv, part: AnyAttention
     ) -> tuple[None, Float[Array, "tokens heads size"]]:
-        q, k, v = (x.reshape(self.rows, self.length, *x.shape[1:]) for x in qkv)
+        parts = (qkv.q, *split_kv(join_kv(qkv), part))
+        q, k, v = (x.reshape(self.rows, self.length, *x.shape[1:]) for x in parts)
         at = jnp.arange(self.length, dtype=jnp.int32)
         mask = jnp.broadcast_to(
-            visible(at, at, window)[None], (self.rows, self.length, self.length)
+            visible(at, at, part.reach)[None], (self.rows, self.length, self.length)
         )
-        return None, attend_rows(q, k, v, mask, scale).reshape(qkv.q.shape)
+        o = attend_rows(q, k, v, mask, part.scale, qkv.sinks)
+        return None, o.reshape(*qkv.q.shape[:2], -1)
 
     def experts(self, carry: None, layer: Any) -> Stacked:
         experts: Stacked = layer
@@ -73,14 +81,19 @@ def forward(
     *,
     config: ModelConfig,
     dtype: str,
+    max_length: int | None = None,
 ) -> Float[Array, "rows length vocab"]:
     """Logits at every place of some sequences of equal length.
 
-    `stacked` maps the number of each layer with routed experts to their weights.
+    `stacked` maps the number of each layer with routed experts to their weights. `max_length`: the
+    length that the sequences may come to, which decides about longrope; None: theirs.
     """
     rows, length = tokens.shape
     decoder = bind(config, dtype, params)
-    hidden, _ = decoder(tokens.reshape(-1), WholeMemory(config, rows, length, stacked))
+    after = config.long_rope_after
+    long_rope = after is not None and (max_length or length) > after
+    memory = WholeMemory(config, rows, length, stacked, long_rope)
+    hidden, _ = decoder(tokens.reshape(-1), memory)
     return decoder.logits(hidden).reshape(rows, length, -1)
 
 

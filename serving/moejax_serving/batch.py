@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Sequence as SequenceOf
 
-from moejax.arena.control import Control, Layout, RowControl
+from moejax.arena.control import Control, KvEdits, KvLayout, Layout, RowControl
+from moejax.arena.kinds import KvKind
 from moejax.models.step import Bucket
-from moejax_serving.scheduler import RowPlan, StepPlan
+from moejax_serving.scheduler import KvPlan, RowPlan, StepPlan
 from moejax_serving.sequence import Sequence
 
 # Sequences whose prompts one step may process.
@@ -25,9 +26,8 @@ class Buckets:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     prefill_rows: int
-    block_size: int
-    blocks_per_row: int
-    layers: int
+    kinds: tuple[KvKind, ...]
+    max_model_len: int
 
     def all(self) -> list[Bucket]:
         """All buckets, the largest of each kind first."""
@@ -42,42 +42,54 @@ class Buckets:
 
     def decode(self, rows: int) -> Bucket:
         """One token per row."""
-        layout = Layout(
-            tokens=rows,
-            rows=rows,
-            blocks=rows,
-            row_edits=rows,
-            expert_edits=0,
-            layers=self.layers,
+        kinds = tuple(
+            KvLayout(layers=kind.pages_per_block, blocks=rows, row_edits=rows)
+            for kind in self.kinds
         )
+        layout = Layout(tokens=rows, rows=rows, expert_edits=0, kinds=kinds)
         return Bucket(layout=layout, prefill_rows=0, max_query=1)
 
     def prefill(self, tokens: int) -> Bucket:
         """Chunks of prompts, and one token of every other row."""
         decode_rows = self.decode_rows[-1]
-        # n tokens of a row begin at most ceil(n / block_size) blocks.
-        blocks = self.prefill_rows + tokens // self.block_size + decode_rows
+        kinds = tuple(
+            KvLayout(
+                layers=kind.pages_per_block,
+                blocks=self._most_begun(kind, tokens),
+                row_edits=row_edits,
+            )
+            for kind, row_edits in zip(self.kinds, self.max_row_edits, strict=True)
+        )
         layout = Layout(
             tokens=tokens + decode_rows,
             rows=self.prefill_rows + decode_rows,
-            blocks=blocks,
-            row_edits=self.max_row_edits,
             expert_edits=0,
-            layers=self.layers,
+            kinds=kinds,
         )
         return Bucket(layout=layout, prefill_rows=self.prefill_rows, max_query=tokens)
 
+    def _most_begun(self, kind: KvKind, tokens: int) -> int:
+        """Blocks of a kind that begin in a step: n tokens of a row begin ceil(n / block_size)."""
+        return self.prefill_rows + tokens // kind.block_size + self.decode_rows[-1]
+
     @property
-    def max_row_edits(self) -> int:
-        """Entries of block tables that one step may change: all of a row's may come at once."""
-        blocks = self.prefill_rows + self.prefill_tokens[-1] // self.block_size
-        return blocks + self.decode_rows[-1] + self.blocks_per_row
+    def max_row_edits(self) -> tuple[int, ...]:
+        """Per kind, entries of block tables that one step may change.
+
+        The blocks that it begins, and all of one row: those of a hit come at once.
+        """
+        tokens = self.prefill_tokens[-1]
+        return tuple(
+            self._most_begun(kind, tokens) + kind.most_blocks(self.max_model_len, tokens)
+            for kind in self.kinds
+        )
 
     def choose(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds a plan."""
         if not plan.prefill:
             bucket = self.decode(next(n for n in self.decode_rows if n >= len(plan.decode)))
-            if len(plan.row_blocks) <= bucket.layout.row_edits:
+            pairs = zip(plan.kinds, bucket.layout.kinds, strict=True)
+            if all(len(kind.row_blocks) <= layout.row_edits for kind, layout in pairs):
                 return bucket
         wanted = plan.num_prefill_tokens
         return self.prefill(next(n for n in self.prefill_tokens if n >= wanted))
@@ -87,18 +99,16 @@ def make_buckets(
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    block_size: int,
-    blocks_per_row: int,
-    layers: int,
+    kinds: SequenceOf[KvKind],
+    max_model_len: int,
 ) -> Buckets:
     """Sizes that grow by a factor of four up to the limits."""
     return Buckets(
         decode_rows=_sizes(1, max_num_seqs),
         prefill_tokens=_sizes(min(32, max_num_batched_tokens), max_num_batched_tokens),
         prefill_rows=min(MAX_PREFILL_SEQS, max_num_seqs, max_num_batched_tokens),
-        block_size=block_size,
-        blocks_per_row=blocks_per_row,
-        layers=layers,
+        kinds=tuple(kinds),
+        max_model_len=max_model_len,
     )
 
 
@@ -123,12 +133,15 @@ def make_control(plan: StepPlan, bucket: Bucket) -> Control:
             *[_EMPTY] * num_empty,
             *map(_row, plan.decode),
         ],
-        block_edits=[(block.number, *block.pages) for block in plan.new_blocks],
-        row_edits=[
-            (_row_number(sequence), index, block.number)
-            for sequence, index, block in plan.row_blocks
-        ],
+        kv_edits=[*map(_kv_edits, plan.kinds)],
         want_logprobs=wants_logprobs(plan),
+    )
+
+
+def _kv_edits(kind: KvPlan) -> KvEdits:
+    return KvEdits(
+        blocks=[(block.number, *block.pages) for block in kind.new_blocks],
+        rows=[(_row_number(seq), index, block.number) for seq, index, block in kind.row_blocks],
     )
 
 
@@ -178,6 +191,7 @@ def _row(row: RowPlan) -> RowControl:
         repetition_penalty=params.repetition_penalty,
         changes_logits=params.changes_logits,
         bans_stops=made < params.min_tokens,
+        long_rope=sequence.uses_long_rope,
     )
 
 

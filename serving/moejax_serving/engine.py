@@ -153,12 +153,14 @@ class Engine:
     ) -> Sequence:
         params, ids = request.params, request.prompt_token_ids
         room = self.max_model_len - len(ids)
+        max_tokens = len(forced) or min(params.max_tokens, room)
         wants_prompt = params.prompt_logprobs is not None and index == 0
         sequence = Sequence(
             number=self._num_sequences,
             prompt_token_ids=ids,
             params=params,
-            max_tokens=len(forced) or min(params.max_tokens, room),
+            max_tokens=max_tokens,
+            uses_long_rope=self.model.uses_long_rope(len(ids) + max_tokens),
             seed=(seed + index + 2**63) % 2**64 - 2**63,
             wants_prompt_logprobs=wants_prompt,
             forced_token_ids=forced,

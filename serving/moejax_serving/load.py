@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from moejax.arena.format import ceil_div
 from moejax.arena.geometry import Geometry, choose_geometry
 from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig
@@ -22,7 +23,7 @@ from moejax_serving.config import EngineConfig
 from moejax_serving.engine import Engine
 from moejax_serving.kv_blocks import BlockPool, root_key
 from moejax_serving.loader import empty_state, load_experts, load_params
-from moejax_serving.memory import MemoryPlan, human, plan_memory, workspace_bytes
+from moejax_serving.memory import MemoryPlan, human, most_blocks, plan_memory, workspace_bytes
 from moejax_serving.metrics import Metrics
 from moejax_serving.pages import PagePool
 from moejax_serving.runner import Runner
@@ -105,13 +106,14 @@ def build_engine(
     )
     buckets = _buckets(geometry, config, max_model_len)
     pages = PagePool(plan.num_pages)
-    blocks = BlockPool(pages, geometry.block_pages, plan.num_blocks + 1)
+    max_blocks = most_blocks(geometry, plan.kv_pages)
+    blocks = BlockPool(pages, geometry.kinds, max_blocks)
     state = empty_state(
         geometry,
         num_pages=plan.num_pages,
         rows=config.max_num_seqs,
-        blocks_per_row=_blocks_per_row(geometry, max_model_len),
-        max_blocks=blocks.max_blocks,
+        max_model_len=max_model_len,
+        max_blocks=max_blocks,
         vocab_size=parts.vocab_size,
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
@@ -119,8 +121,8 @@ def build_engine(
     runner = Runner(parts, geometry, params, state, workspace=plan.workspace)
     scheduler = Scheduler(
         blocks,
-        block_size=geometry.block_size,
-        num_blocks=plan.num_blocks,
+        kinds=geometry.kinds,
+        num_pages=plan.kv_pages,
         max_num_seqs=config.max_num_seqs,
         max_prefill_seqs=buckets.prefill_rows,
         max_num_batched_tokens=buckets.prefill_tokens[-1],
@@ -131,6 +133,7 @@ def build_engine(
         name=name,
         vocab_size=parts.vocab_size,
         max_model_len=max_model_len,
+        long_rope_after=parts.long_rope_after,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         default_sampling={
             k: checkpoint.generation[k]
@@ -171,11 +174,15 @@ def _cache_root(checkpoint: Checkpoint, geometry: Geometry) -> bytes:
 def _buckets(geometry: Geometry, config: EngineConfig, max_model_len: int) -> Buckets:
     return make_buckets(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, max_model_len),
-        block_size=geometry.block_size,
-        blocks_per_row=_blocks_per_row(geometry, max_model_len),
-        layers=geometry.num_layers,
+        max_num_batched_tokens=_max_query(config, max_model_len),
+        kinds=geometry.kinds,
+        max_model_len=max_model_len,
     )
+
+
+def _max_query(config: EngineConfig, max_model_len: int) -> int:
+    """Most tokens of one sequence in a step."""
+    return min(config.max_num_batched_tokens, max_model_len)
 
 
 def _max_model_len(parts: ModelConfig, config: EngineConfig) -> int:
@@ -191,10 +198,6 @@ def _max_model_len(parts: ModelConfig, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _blocks_per_row(geometry: Geometry, max_model_len: int) -> int:
-    return -(-max_model_len // geometry.block_size)
-
-
 def _plan(
     parts: ModelConfig,
     geometry: Geometry,
@@ -206,7 +209,7 @@ def _plan(
     most = host_bytes() if device is None else device
     buckets = _buckets(geometry, config, max_model_len)
 
-    def plan(blocks_per_row: int) -> MemoryPlan:
+    def plan(length: int) -> MemoryPlan:
         found = plan_memory(
             parts,
             geometry,
@@ -214,12 +217,11 @@ def _plan(
             device_bytes=device,
             dense=params_bytes(abstract_params(parts, geometry.dtype)),
             workspace=max(
-                workspace_bytes(parts, geometry, bucket, blocks_per_row)
-                for bucket in buckets.largest()
+                workspace_bytes(parts, geometry, bucket, length) for bucket in buckets.largest()
             ),
             rows=config.max_num_seqs,
-            blocks_per_row=blocks_per_row,
-            least_blocks=blocks_per_row,
+            max_model_len=length,
+            max_query=_max_query(config, max_model_len),
         )
         if found.budget > most:
             raise CapacityError(
@@ -227,22 +229,24 @@ def _plan(
             )
         return found
 
-    def fits(blocks_per_row: int) -> bool:
+    def fits(length: int) -> bool:
         try:
-            plan(blocks_per_row)
+            plan(length)
         except CapacityError:
             return False
         return True
 
-    wanted = _blocks_per_row(geometry, max_model_len)
-    if config.max_model_len is not None or fits(wanted):
-        return plan(wanted), max_model_len
-    plan(1)
-    # A longer sequence needs more workspace and leaves less for the cache: the largest that fits.
-    blocks = bisect.bisect_left(range(1, wanted + 1), True, key=lambda n: not fits(n))
-    longest = blocks * geometry.block_size
+    if config.max_model_len is not None or fits(max_model_len):
+        return plan(max_model_len), max_model_len
+    # Blocks of this many tokens: a longer sequence needs more workspace and more cache.
+    step = geometry.block_size
+    plan(step)
+    blocks = bisect.bisect_left(
+        range(1, ceil_div(max_model_len, step) + 1), True, key=lambda n: not fits(n * step)
+    )
+    longest = blocks * step
     logger.info("max_model_len is %d of the model's %d: what fits", longest, max_model_len)
-    return plan(blocks), longest
+    return plan(longest), longest
 
 
 def host_bytes() -> int:

@@ -1,7 +1,7 @@
 """Brings a checkpoint onto the device: dense weights as arrays, experts into pages of the arena."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params
         )
     named = {}
     for name, shape in tqdm(wanted.items(), "dense weights", disable=_quiet(progress)):
-        array = checkpoint.read_dense(name, dtype)
+        array = checkpoint.read_dense(name, shape.dtype.name)
         if array.shape != shape.shape:
             raise CheckpointError(
                 f"{checkpoint.folder}: {name} is {array.shape}, the model needs {shape.shape}"
@@ -54,8 +54,8 @@ def empty_state(
     *,
     num_pages: int,
     rows: int,
-    blocks_per_row: int,
-    max_blocks: int,
+    max_model_len: int,
+    max_blocks: Sequence[int],
     vocab_size: int,
 ) -> ArenaState:
     """An arena of poison, and tables that point nowhere."""
@@ -66,8 +66,14 @@ def empty_state(
         gate_up_pages=jnp.zeros((1, layers, experts, gate_up), jnp.int32),
         down_pages=jnp.zeros((1, layers, experts, down), jnp.int32),
         widths=jnp.zeros((1, layers, experts, 2), jnp.int32),
-        block_pages=jnp.zeros((1, geometry.num_layers, max_blocks), jnp.int32),
-        block_tables=jnp.zeros((1, rows, blocks_per_row), jnp.int32),
+        block_pages=tuple(
+            jnp.zeros((1, len(kind.layers), blocks), jnp.int32)
+            for kind, blocks in zip(geometry.kinds, max_blocks, strict=True)
+        ),
+        block_tables=tuple(
+            jnp.zeros((1, rows, kind.blocks_for(max_model_len)), jnp.int32)
+            for kind in geometry.kinds
+        ),
         last_tokens=jnp.zeros(rows, jnp.int32),
         marks=jnp.zeros((rows, vocab_size), jnp.int32),
         bias_tokens=jnp.full((rows, MAX_LOGIT_BIAS), vocab_size, jnp.int32),

@@ -1,12 +1,13 @@
 """The memory plan: what the budget is spent on, and whether a model fits."""
 
 import dataclasses
-from functools import partial
+import functools
 
 from moejax.arena.format import DTYPES
 from moejax.arena.geometry import Geometry
-from moejax.config import LayerKind, Mlp, ModelConfig
+from moejax.config import AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelConfig
 from moejax.errors import CapacityError
+from moejax.layers.attention import value_size
 from moejax.models.paged import KEY_TILE, QUERY_TILE
 from moejax.models.step import HEAD_TILE, Bucket
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
@@ -31,13 +32,20 @@ class MemoryPlan:
     tables: int
     staging: int
     num_pages: int
-    num_blocks: int
-    """kv_blocks that fit."""
+    kv_pages: int
+    """Pages that KV may take."""
+    block_pages: int
+    """Pages of `block_size` tokens."""
     block_size: int
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of `block_size` tokens of all layers that fit."""
+        return self.kv_pages // self.block_pages
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Tokens that the KV cache holds, at least: what leaves a window takes no place."""
         return self.num_blocks * self.block_size
 
     @property
@@ -51,7 +59,7 @@ class MemoryPlan:
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in self.kinds.items())
         return [
             f"memory budget {human(self.budget)}: {parts}",
-            f"KV cache: {self.kv_tokens} tokens in {self.num_blocks} blocks of {self.block_size}",
+            f"KV cache: {self.kv_tokens} tokens in {self.kv_pages} pages",
         ]
 
 
@@ -66,7 +74,7 @@ def human(size: int) -> str:
 
 
 def workspace_bytes(
-    config: ModelConfig, geometry: Geometry, bucket: Bucket, blocks_per_row: int
+    config: ModelConfig, geometry: Geometry, bucket: Bucket, max_model_len: int
 ) -> int:
     """A bound on the temporaries of a step's program on the plain path.
 
@@ -76,41 +84,63 @@ def workspace_bytes(
     itemsize = DTYPES[geometry.dtype].itemsize
     tokens, rows = bucket.layout.tokens, bucket.layout.rows
     expert = sum(geometry.dense_pages) * geometry.page_bytes
-    blocks = min(max(1, KEY_TILE // geometry.block_size), blocks_per_row)
-    keys = blocks * geometry.block_size
-    row_kv = blocks * geometry.page_bytes
-    heads = max(kind.attention.num_heads for kind in config.layers)
-    head_width = max(kind.attention.num_heads * kind.attention.head_size for kind in config.layers)
     # Rows of one query attend all at once, those of several in tiles, one after the other.
     decode_rows = rows - bucket.prefill_rows
     queries = max(decode_rows, min(QUERY_TILE, bucket.max_query) if bucket.prefill_rows else 0)
-    cache, scores = max(decode_rows, 1) * row_kv, 4 * queries * heads * keys
-    widths = [config.moe.expert_width]
-    for kind in config.layers:
-        part = kind.feed_forward
-        widths += [part.width] if isinstance(part, Mlp) else []
-        widths += [part.shared.width] if not isinstance(part, Mlp) and part.shared else []
+    attention = 0
+    for layer in config.layers:
+        kind = geometry.kinds[geometry.kind_of(layer.attention)]
+        blocks = min(max(1, KEY_TILE // kind.block_size), kind.blocks_for(max_model_len))
+        cache = (max(decode_rows, 1) + 1) * blocks * geometry.page_bytes
+        part = layer.attention
+        heads, width = part.num_heads, itemsize * tokens * _query_width(part)
+        scores = 4 * queries * heads * blocks * kind.block_size
+        # Partial results are float32, and exist twice in the loop over keys.
+        partial = 2 * 4 * queries * heads * value_size(part)
+        attention = max(attention, 2 * cache + 4 * scores + 12 * width + partial)
+    widths = [config.moe.expert_width, *map(_mlp_width, config.layers)]
     slots = tokens * config.moe.router.experts_per_token + min(64, tokens)
     activations = itemsize * (
-        tokens * (6 * config.hidden_size + 6 * head_width + 4 * max(widths))
-        + 3 * slots * config.hidden_size
+        tokens * (6 * config.hidden_size + 4 * max(widths)) + 3 * slots * config.hidden_size
     )
     places = rows + (min(HEAD_TILE, tokens) if bucket.prefill_rows else 0)
     logits = 4 * places * config.vocab_size
-    dense = itemsize * max(map(partial(_layer_weights, config), config.layers))
-    kv = 2 * (cache + row_kv)
-    return 3 * expert + dense + kv + 4 * scores + 2 * activations + 6 * logits + (1 << 20)
+    dense = itemsize * max(map(functools.partial(_layer_weights, config), config.layers))
+    return 3 * expert + dense + attention + 2 * activations + 6 * logits + (1 << 20)
+
+
+def _query_width(part: AnyAttention) -> int:
+    """Values of a token's queries, or of what attention gives for them, whatever is more."""
+    if isinstance(part, Mla):
+        return part.num_heads * (part.latent_size + part.rope_size)
+    return part.num_heads * part.head_size
+
+
+def _mlp_width(kind: LayerKind) -> int:
+    """Width of the MLP that every token passes in a layer."""
+    part = kind.feed_forward
+    if isinstance(part, Mlp):
+        return part.width
+    dense = part.mlp.width if isinstance(part, MlpAndMoe) else 0
+    shared = kind.moe.shared if kind.moe is not None else None
+    return max(dense, 0 if shared is None else shared.width)
 
 
 def _layer_weights(config: ModelConfig, kind: LayerKind) -> int:
     """Dense weights of a layer; on a CPU, XLA takes them out of the stack of all layers."""
-    attention, part = kind.attention, kind.feed_forward
-    count = 2 * attention.head_size * (attention.num_heads + attention.num_kv_heads)
-    if isinstance(part, Mlp):
-        count += 3 * part.width
-    elif part.shared is not None:
-        count += 3 * part.shared.width
-    return count * config.hidden_size
+    part = kind.attention
+    if isinstance(part, Mla):
+        q_size = part.num_heads * (part.nope_size + part.rope_size)
+        latent = part.q_latent_size
+        count = q_size * config.hidden_size
+        if latent is not None:
+            count = latent * (q_size + config.hidden_size)
+        count += part.cached_values * config.hidden_size
+        count += part.num_heads * (part.nope_size + part.value_size) * part.latent_size
+        count += part.num_heads * part.value_size * config.hidden_size
+    else:
+        count = 2 * part.head_size * (part.num_heads + part.num_kv_heads) * config.hidden_size
+    return count + 3 * _mlp_width(kind) * config.hidden_size
 
 
 def sampling_bytes(config: ModelConfig, rows: int) -> int:
@@ -122,12 +152,7 @@ def largest_matrix_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the largest dense matrix: XLA copies operands when it tries out GPU kernels."""
     rows = [config.vocab_size]
     for kind in config.layers:
-        rows.append(kind.attention.num_heads * kind.attention.head_size)
-        part = kind.feed_forward
-        if isinstance(part, Mlp):
-            rows.append(part.width)
-        elif part.shared is not None:
-            rows.append(part.shared.width)
+        rows += [_query_width(kind.attention), _mlp_width(kind)]
     return max(rows) * config.hidden_size * DTYPES[dtype].itemsize
 
 
@@ -140,8 +165,8 @@ def plan_memory(
     dense: int,
     workspace: int,
     rows: int,
-    blocks_per_row: int,
-    least_blocks: int = 1,
+    max_model_len: int,
+    max_query: int,
 ) -> MemoryPlan:
     """Divides a budget.
 
@@ -153,8 +178,8 @@ def plan_memory(
         dense: bytes of the dense weights.
         workspace: bytes of the temporaries of the largest program.
         rows: sequences that run at the same time.
-        blocks_per_row: kv_blocks of the longest sequence.
-        least_blocks: kv_blocks that must fit.
+        max_model_len: tokens of the longest sequence, whose KV must fit.
+        max_query: most tokens of a sequence in one step.
 
     Raises:
         CapacityError: the model does not fit; with the numbers.
@@ -163,7 +188,8 @@ def plan_memory(
     if device_bytes is not None:
         workspace += LIBRARY_WORKSPACE + largest_matrix_bytes(config, geometry.dtype)
     linears = geometry.num_moe_layers * geometry.num_experts
-    tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * (blocks_per_row + 1))
+    row_entries = 1 + sum(kind.blocks_for(max_model_len) for kind in geometry.kinds)
+    tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * row_entries)
     tables += sampling_bytes(config, rows)
     fixed = dense + workspace + STAGING_BYTES + tables
     if budget is None:
@@ -172,34 +198,38 @@ def plan_memory(
             if device_bytes is None
             else int(device_bytes * DEFAULT_GPU_SHARE)
         )
-    block_pages = geometry.block_pages * geometry.page_bytes
-    block_entries = 4 * geometry.num_layers
-    # Page 0 and kv_block 0 are poison.
-    poison = geometry.page_bytes + block_entries
+    # The pages of a kv_block stand in a table; any kind may take all pages of the cache.
+    page_bytes = geometry.page_bytes + 4 * len(geometry.kinds)
+    # Page 0 is poison, and so is kv_block 0 of each kind.
+    poison = geometry.page_bytes + 4 * geometry.num_layers
     room = budget - fixed - experts - poison
-    least = least_blocks * (block_pages + block_entries)
+    least = geometry.most_pages(max_model_len, max_query) * page_bytes
     if room < least:
         needed = budget - room + least
-        length = "one KV block" if blocks_per_row == 1 else "max_model_len"
-        num_tokens = blocks_per_row * geometry.block_size
         raise CapacityError(
             f"{config.family} in {geometry.dtype} needs at least {human(needed)} ({needed} "
-            f"bytes) for {rows} sequences (max_num_seqs) of {num_tokens} tokens "
-            f"({length}): experts {human(experts)}, dense weights {human(dense)}, workspace "
+            f"bytes) for {rows} sequences (max_num_seqs) of {max_model_len} tokens "
+            f"(max_model_len): experts {human(experts)}, dense weights {human(dense)}, workspace "
             f"{human(workspace)}, tables {human(tables)}, staging {human(STAGING_BYTES)}, KV of "
-            f"{least_blocks * geometry.block_size} tokens {human(least)}; "
+            f"{max_model_len} tokens {human(least)}; "
             f"the memory budget is {human(budget)}"
         )
-    num_blocks = room // (block_pages + block_entries)
+    kv_pages = room // page_bytes
     return MemoryPlan(
         budget=budget,
         dense=dense,
         experts=experts,
-        kv=num_blocks * block_pages,
+        kv=kv_pages * geometry.page_bytes,
         workspace=workspace,
-        tables=tables + block_entries * (num_blocks + 1),
+        tables=tables + 4 * (geometry.num_layers + len(geometry.kinds) * kv_pages),
         staging=STAGING_BYTES,
-        num_pages=1 + geometry.expert_pages + num_blocks * geometry.block_pages,
-        num_blocks=num_blocks,
+        num_pages=1 + geometry.expert_pages + kv_pages,
+        kv_pages=kv_pages,
+        block_pages=geometry.block_pages,
         block_size=geometry.block_size,
     )
+
+
+def most_blocks(geometry: Geometry, kv_pages: int) -> list[int]:
+    """kv_blocks of each kind if it took all pages of the cache; the poison block included."""
+    return [1 + kv_pages // kind.pages_per_block for kind in geometry.kinds]

@@ -1,18 +1,23 @@
 """Which sequences run in the next step. Plain Python: no device, no arrays.
 
 First come, first served. Each step has one token of every sequence that decodes, and chunks of
-prompts up to a budget. A sequence takes kv_blocks as it grows; where none is left the youngest
-sequence gives its blocks back and waits to be computed again. Plans run ahead of the device: a
-sequence's newest token may still be unknown.
+prompts up to a budget. A sequence takes kv_blocks of each kind as it grows, and gives back those
+that have left the window; where no pages are left the youngest sequence gives all its blocks back
+and waits to be computed again. Plans run ahead of the device: a sequence's newest token may still
+be unknown.
 """
 
 import bisect
 import collections
+import collections.abc
 import dataclasses
 
+from moejax.arena.kinds import KvKind
 from moejax.errors import CapacityError
-from moejax_serving.kv_blocks import BlockPool, KvBlock, next_key
-from moejax_serving.sequence import Sequence
+from moejax_serving.holdings import Holdings
+from moejax_serving.kv_blocks import BlockPool, KvBlock
+from moejax_serving.prefix_cache import Hits, PrefixCache
+from moejax_serving.sequence import Sequence, SequenceKv
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +34,15 @@ class RowPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What a step changes in the tables of one kind of KV."""
+
+    new_blocks: tuple[KvBlock, ...] = ()
+    row_blocks: tuple[tuple[Sequence, int, KvBlock], ...] = ()
+    """(sequence, index in its block table, block): new ones, and those of the prefix cache"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the next step does."""
 
@@ -36,13 +50,16 @@ class StepPlan:
     """Rows of several tokens."""
     decode: tuple[RowPlan, ...]
     """Rows of one token."""
-    new_blocks: tuple[KvBlock, ...]
-    row_blocks: tuple[tuple[Sequence, int, KvBlock], ...]
-    """(sequence, index in its block table, block): new ones, and those of the prefix cache"""
+    kinds: tuple[KvPlan, ...]
 
     @property
     def rows(self) -> tuple[RowPlan, ...]:
         return self.prefill + self.decode
+
+    @property
+    def new_blocks(self) -> tuple[KvBlock, ...]:
+        """Of all kinds."""
+        return tuple(block for kind in self.kinds for block in kind.new_blocks)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -66,19 +83,18 @@ class Counts:
 class _Draft:
     """A plan in the making."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, num_kinds: int) -> None:
         self.prefill: list[RowPlan] = []
         self.decode: list[RowPlan] = []
-        self.new_blocks: list[KvBlock] = []
-        self.row_blocks: list[tuple[Sequence, int, KvBlock]] = []
+        self.new_blocks: list[list[KvBlock]] = [[] for _ in range(num_kinds)]
+        self.row_blocks: list[list[tuple[Sequence, int, KvBlock]]] = [[] for _ in range(num_kinds)]
         self.budget = budget
 
     def finish(self) -> StepPlan | None:
         if not self.prefill and not self.decode:
             return None
-        return StepPlan(
-            tuple(self.prefill), tuple(self.decode), tuple(self.new_blocks), tuple(self.row_blocks)
-        )
+        kinds = zip(map(tuple, self.new_blocks), map(tuple, self.row_blocks), strict=True)
+        return StepPlan(tuple(self.prefill), tuple(self.decode), tuple(KvPlan(*k) for k in kinds))
 
 
 class Scheduler:
@@ -88,42 +104,62 @@ class Scheduler:
         self,
         blocks: BlockPool,
         *,
-        block_size: int,
-        num_blocks: int,
+        kinds: collections.abc.Sequence[KvKind],
+        num_pages: int,
         max_num_seqs: int,
         max_prefill_seqs: int,
         max_num_batched_tokens: int,
-        max_row_edits: int,
+        max_row_edits: collections.abc.Sequence[int],
         cache_root: bytes | None = None,
     ) -> None:
-        """`cache_root`: what keys of blocks start from; None: no prefix cache."""
+        """Makes empty queues.
+
+        Args:
+            blocks: the blocks of all kinds; a kind may have as many as the pages make.
+            kinds: of KV.
+            num_pages: pages that KV may take.
+            max_num_seqs: rows.
+            max_prefill_seqs: rows of several tokens that a step may have.
+            max_num_batched_tokens: tokens of all of these.
+            max_row_edits: of each kind, entries of block tables that a step may change.
+            cache_root: what keys of blocks start from; None: no prefix cache.
+        """
+        for number, (kind, most) in enumerate(zip(kinds, blocks.max_blocks, strict=True)):
+            if most <= num_pages // kind.pages_per_block:
+                raise ValueError(f"kind {number}: {most} numbers are too few for {num_pages} pages")
+        if len(max_row_edits) != len(kinds):
+            raise ValueError(f"{len(max_row_edits)} numbers of row edits for {len(kinds)} kinds")
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
         self.counts = Counts()
         self._blocks = blocks
-        self._block_size = block_size
-        self._num_blocks = num_blocks
+        self._kinds = tuple(kinds)
+        self._num_pages = num_pages
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._max_prefill_seqs = max_prefill_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_row_edits = max_row_edits
-        self._cache_root = cache_root
+        self._max_row_edits = tuple(max_row_edits)
+        self._cache = PrefixCache(blocks, kinds, cache_root)
+        self._holdings = Holdings(blocks, kinds, max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises CapacityError if it could not run even alone."""
-        # The last token is never cached: it is only given out.
-        needed = self._blocks_for(sequence.max_num_tokens - 1)
-        if needed > self._num_blocks:
+        needed = self._holdings.most_pages(sequence)
+        if needed > self._num_pages:
             raise CapacityError(
-                f"{sequence.max_num_tokens} tokens need {needed} kv_blocks of {self._block_size} "
-                f"tokens, the memory holds {self._num_blocks}"
+                f"{sequence.max_num_tokens} tokens need {needed} pages of KV, "
+                f"the memory holds {self._num_pages}"
             )
+        sequence.kv = tuple(SequenceKv() for _ in self._kinds)
         self.waiting.append(sequence)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if no sequence can go on. Takes the blocks that it needs."""
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = _Draft(self._max_num_batched_tokens, len(self._kinds))
         preempted = self.counts.preemptions
+        # Before any sequence takes blocks.
+        for sequence in self.running:
+            self._holdings.give_back(sequence)
         for sequence in list(self.running):
             if sequence.row is not None:  # not preempted for one before it
                 self._plan_row(sequence, draft, starts_row=False)
@@ -155,20 +191,28 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> bool:
         """Gives a sequence blocks for as many tokens; False if it had to give up its own."""
-        before = len(draft.new_blocks), len(draft.row_blocks)
-        while len(sequence.blocks) * self._block_size < num_tokens:
-            block = self._blocks.take()
-            while block is None:
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is sequence:
-                    del draft.new_blocks[before[0] :], draft.row_blocks[before[1] :]
+        grown = []
+        for number, kind in enumerate(self._kinds):
+            kv = sequence.kv[number]
+            for index in range(kv.end, kind.blocks_for(num_tokens)):
+                block = self._take(number, sequence)
+                if block is None:
                     return False
-                block = self._blocks.take()
-            draft.new_blocks.append(block)
-            draft.row_blocks.append((sequence, len(sequence.blocks), block))
-            sequence.blocks.append(block)
+                kv.blocks.append(block)
+                grown.append((number, index, block))
+        for number, index, block in grown:
+            draft.new_blocks[number].append(block)
+            draft.row_blocks[number].append((sequence, index, block))
         return True
+
+    def _take(self, number: int, sequence: Sequence) -> KvBlock | None:
+        """A block for a sequence; None if it was the one that had to give up its own."""
+        while (block := self._blocks.take(number)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        return block
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counts.preemptions += 1
@@ -182,92 +226,61 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         sequence.row = None
-        self._blocks.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.num_cached = sequence.num_registered = 0
+        self._holdings.give_all_back(sequence)
 
     def _admit(self, draft: _Draft) -> None:
         while self.waiting and self._free_rows and not self._is_full(draft):
             sequence = self.waiting[0]
             if sequence.num_pending:  # it was preempted with a token in flight, which will come
                 return
-            hits = self._find_hits(sequence)
-            if len(draft.row_blocks) + self._row_edits(sequence) > self._max_row_edits:
-                return
-            # What running prompts are still to take, and one block for the decodes among them.
-            reserved = sum(
-                max(0, self._blocks_for(other.num_tokens) - len(other.blocks))
-                for other in self.running
-            )
-            needed = self._blocks_for(sequence.num_known) - len(hits) + bool(self.running)
-            idle = sum(block.users == 0 for block in hits)
-            if needed + reserved > self._blocks.num_available - idle:
+            hits = self._cache.find(sequence)
+            if not self._fits(sequence, hits, draft):
                 return
             self.waiting.popleft()
             self._start(sequence, hits, draft)
 
-    def _row_edits(self, sequence: Sequence) -> int:
-        return self._blocks_for(sequence.num_known)
+    def _fits(self, sequence: Sequence, hits: Hits, draft: _Draft) -> bool:
+        """Whether all known tokens fit beside what runs, and its blocks into the step's edits."""
+        most = self._holdings.most_blocks(sequence.num_known, sequence.num_known - hits.num_tokens)
+        for number, count in enumerate(most):
+            if len(draft.row_blocks[number]) + count > self._max_row_edits[number]:
+                return False
+        # One block of each kind for the decodes among those that run.
+        spare = bool(self.running)
+        needed = self._holdings.pages_of(
+            count - len(blocks) + spare for count, blocks in zip(most, hits.blocks, strict=True)
+        )
+        reserved = sum(map(self._holdings.pages_to_take, self.running))
+        return needed + reserved + hits.num_idle_pages <= self._blocks.num_available_pages
 
-    def _start(self, sequence: Sequence, hits: list[KvBlock], draft: _Draft) -> None:
-        for index, block in enumerate(hits):
-            self._blocks.share(block)
-            sequence.blocks.append(block)
-            draft.row_blocks.append((sequence, index, block))
+    def _start(self, sequence: Sequence, hits: Hits, draft: _Draft) -> None:
+        self._holdings.share(sequence, hits)
+        for number, kv in enumerate(sequence.kv):
+            for index, block in enumerate(kv.blocks, kv.first):
+                draft.row_blocks[number].append((sequence, index, block))
         sequence.row = self._free_rows.pop()
-        sequence.num_cached = len(hits) * self._block_size
-        sequence.num_registered = len(hits)
         if sequence.num_hits is None:  # not when it comes back to its own blocks
             sequence.num_hits = sequence.num_cached
-            if self._cache_root is not None:
+            if self._cache.is_on:
                 self.counts.prefix_queries += sequence.num_known
                 self.counts.prefix_hits += sequence.num_cached
         bisect.insort(self.running, sequence, key=lambda running: running.number)
         self._plan_row(sequence, draft, starts_row=True)
 
-    def _find_hits(self, sequence: Sequence) -> list[KvBlock]:
-        """Blocks of the prefix cache that hold its first tokens, but never the last one."""
-        # The log-probabilities of a prompt need all of it to be computed.
-        if self._cache_root is None or sequence.wants_prompt_logprobs:
-            return []
-        full = (sequence.num_known - 1) // self._block_size
-        return self._blocks.find(self._keys(sequence, full))
-
-    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """The keys of the first blocks of known tokens."""
-        if self._cache_root is None:
-            raise AssertionError("there is no prefix cache")
-        keys, size = sequence.keys, self._block_size
-        while len(keys) < count:
-            at = len(keys) * size
-            parent = keys[-1] if keys else self._cache_root
-            keys.append(next_key(parent, sequence.tokens(at, at + size)))
-        return keys[:count]
-
     def offer(self, sequence: Sequence) -> None:
-        """Offers the blocks that are full of known tokens to the prefix cache.
-
-        A block may be found before its step has run: steps run in order, and within one each layer
-        writes all KV before it reads any.
-        """
-        if self._cache_root is None or sequence.row is None:
-            return
-        full = min(sequence.num_cached, sequence.num_known) // self._block_size
-        if full > sequence.num_registered:
-            keys = self._keys(sequence, full)
-            for index in range(sequence.num_registered, full):
-                self._blocks.register(sequence.blocks[index], keys[index])
-            sequence.num_registered = full
+        """Offers the blocks that are full of known tokens to the prefix cache."""
+        if sequence.row is not None:
+            self._cache.offer(sequence)
 
     def finish(self, sequence: Sequence, *, is_broken: bool = False) -> None:
         """Takes a sequence out, running or waiting. What a broken one has cached is forgotten."""
         sequence.is_finished = True
+        if is_broken:
+            self._cache.forget(sequence)
         if sequence.row is None:
             self.waiting.remove(sequence)
-            return
-        if is_broken:
-            self._blocks.forget(sequence.blocks)
-        self._leave(sequence)
+        else:
+            self._leave(sequence)
 
     def restart(self) -> None:
         """After a step that failed: all that ran is to be computed again, and nothing is cached."""
@@ -278,33 +291,21 @@ class Scheduler:
             sequence.num_pending = 0
         self._blocks.forget_all()
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
     @property
     def kv_usage(self) -> float:
         """The share of the cache that sequences hold."""
-        return self._blocks.num_used / self._num_blocks
+        return self._blocks.num_used_pages / self._num_pages
 
     def check(self) -> None:
         """Raises if rows, blocks or users do not add up. Tests call it after every step."""
-        users = collections.Counter(
-            block.number for sequence in self.running for block in sequence.blocks
-        )
-        held = {block.number: block for s in self.running for block in s.blocks}
-        if any(held[number].users != count for number, count in users.items()):
-            raise AssertionError("a kv_block has other users than the sequences that run")
-        if len(held) != self._blocks.num_used:
-            raise AssertionError(f"{len(held)} blocks in use, {self._blocks.num_used} held")
         rows = [sequence.row for sequence in self.running]
         if None in rows or len(set(rows)) != len(rows) or set(rows) & set(self._free_rows):
             raise AssertionError(f"rows {rows} run, {self._free_rows} are free")
         numbers = [sequence.number for sequence in self.running]
         if numbers != sorted(numbers):
             raise AssertionError("sequences do not run in the order of their arrival")
-        if any(s.blocks or s.num_cached or s.row is not None for s in self.waiting):
-            raise AssertionError("a waiting sequence holds something")
-        for sequence in self.running:
-            if len(sequence.blocks) * self._block_size < sequence.num_cached:
-                raise AssertionError("tokens are cached in no block")
-        self._blocks.check()
+        for sequence in self.waiting:
+            held = [kv.blocks for kv in sequence.kv if kv.blocks or kv.first or kv.num_registered]
+            if held or sequence.num_cached or sequence.row is not None:
+                raise AssertionError("a waiting sequence holds something")
+        self._holdings.check(self.running)

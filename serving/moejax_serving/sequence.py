@@ -13,6 +13,24 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class SequenceKv:
+    """What a sequence holds of one kind of KV."""
+
+    first: int = 0
+    """Index of the first block that it still holds: those before have left the window."""
+    blocks: list[KvBlock] = dataclasses.field(default_factory=list)
+    num_registered: int = 0
+    """Blocks, from the start of the sequence, that have been offered to the prefix cache."""
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    """Of its blocks that are full of known tokens, as far as they are needed."""
+
+    @property
+    def end(self) -> int:
+        """Index after that of the last block."""
+        return self.first + len(self.blocks)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of tokens that grows."""
 
@@ -26,6 +44,8 @@ class Sequence:
     wants_prompt_logprobs: bool = False
     forced_token_ids: SequenceOf[int] = ()
     """Taken instead of sampled tokens."""
+    uses_long_rope: bool = False
+    """Which factors turn its tokens: it shares blocks with sequences of the same ones alone."""
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = dataclasses.field(default_factory=list)
@@ -34,17 +54,14 @@ class Sequence:
 
     row: int | None = None
     """Its row of the block tables while it runs."""
-    blocks: list[KvBlock] = dataclasses.field(default_factory=list)
+    kv: tuple[SequenceKv, ...] = ()
+    """Per kind, from when it is queued."""
     num_cached: int = 0
     """Tokens, from the start, whose KV is in the cache once the steps in flight have run."""
     num_pending: int = 0
     """Output tokens of steps in flight."""
     num_hits: int | None = None
     """Prompt tokens that were in the prefix cache when it was first admitted."""
-    keys: list[bytes] = dataclasses.field(default_factory=list)
-    """Of its blocks that are full of known tokens, as far as they are needed."""
-    num_registered: int = 0
-    """Of its blocks, how many from the start have been offered to the prefix cache."""
     text: "RunningText | None" = None
     """Its running detokenisation, where there is a tokenizer."""
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.arena import format
@@ -11,10 +11,11 @@ from moejax.arena.geometry import (
     PAGE_SIZES,
     LinearShape,
     choose_geometry,
-    kv_token_bytes,
+    kv_kinds,
     linear_shapes,
     make_geometry,
     page_waste,
+    waste_by_use,
 )
 from moejax.config import (
     Attention,
@@ -103,16 +104,16 @@ def test_bytes_of_a_dense_expert_are_those_of_its_parameters(name: str, megabyte
 @pytest.mark.parametrize(
     ("name", "bfloat16", "block_size"),
     [
-        ("Qwen1.5-MoE-A2.7B", 8192, 8),
+        ("Qwen1.5-MoE-A2.7B", 8192, 4),
         ("Mixtral-8x7B", 4096, 16),
-        ("Qwen3-30B-A3B", 2048, 32),
+        ("Qwen3-30B-A3B", 2048, 16),
     ],
 )
 def test_bytes_of_a_token_in_one_layer(name: str, bfloat16: int, block_size: int) -> None:
     config = PUBLISHED[name]
-    attention = config.layers[0].attention
-    assert kv_token_bytes(attention, "bfloat16") == bfloat16
-    assert kv_token_bytes(attention, "float32") == 2 * bfloat16
+    (kind,) = kv_kinds(config, "bfloat16", 65536)
+    (wide,) = kv_kinds(config, "float32", 65536)
+    assert (kind.token_bytes, wide.token_bytes) == (bfloat16, 2 * bfloat16)
     assert choose_geometry(config, "bfloat16").block_size == block_size
 
 
@@ -121,10 +122,11 @@ def test_published_shapes_waste_at_most_4_percent(name: str) -> None:
     geometry = choose_geometry(PUBLISHED[name], "bfloat16")
     used = geometry.gate_up.dense_bytes("bfloat16") + geometry.down.dense_bytes("bfloat16")
     taken = sum(geometry.dense_pages) * geometry.page_bytes
-    cache = geometry.block_size * geometry.token_bytes
+    (kind,) = geometry.kinds
+    cache = kind.block_size * kind.token_bytes
     assert 0.96 * taken <= used <= taken
     assert 0.96 * geometry.page_bytes <= cache <= geometry.page_bytes
-    assert geometry.block_size % 8 == 0
+    assert geometry.block_size >= 4
 
 
 # Rows and columns are padded to atoms, and to nothing more.
@@ -168,12 +170,15 @@ def test_a_geometry_by_hand() -> None:
     geometry = make_geometry(config, "float32", 16384)
     assert (geometry.num_layers, geometry.num_moe_layers, geometry.num_experts) == (3, 2, 5)
     assert geometry.page_words == 4096
-    assert geometry.token_bytes == 2 * 3 * 16 * 4  # of the layer with more KV heads
-    assert geometry.token_words == 96
-    assert geometry.block_size == 40  # 42 would fit
+    few, many = geometry.kinds
+    assert (few.layers, many.layers) == ((0,), (1, 2))
+    assert (few.token_bytes, many.token_bytes) == (2 * 2 * 16 * 4, 2 * 3 * 16 * 4)
+    assert (few.token_words, many.token_words) == (64, 96)
+    assert (few.block_size, many.block_size) == (64, 40)  # 42 of 384 bytes would fit
     assert geometry.dense_pages == (3, 2)  # 128 x 96 words are 3 pages; 128 x 40 are 1.25
     assert geometry.expert_pages == 2 * 5 * 5
-    assert geometry.block_pages == 3
+    assert geometry.block_size == 320  # five blocks of 64, eight of 40
+    assert geometry.block_pages == 1 * 5 + 2 * 8
 
 
 @given(
@@ -183,48 +188,72 @@ def test_a_geometry_by_hand() -> None:
     head_size=st.sampled_from([16, 64, 80, 128]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
 )
+@settings(max_examples=40)
 def test_the_page_size_wastes_least_and_a_block_is_full_or_in_eights(
     hidden: int, width: int, kv_heads: int, head_size: int, dtype: str
 ) -> None:
     config = published(2, hidden, width, 4, kv_heads, head_size)
-    waste = {size: page_waste(config, dtype, size) for size in PAGE_SIZES}
+    of_size = {size: make_geometry(config, dtype, size) for size in PAGE_SIZES}
     geometry = choose_geometry(config, dtype)
-    assert geometry.page_bytes in (16384, 32768, 65536)
+    assert geometry == of_size[geometry.page_bytes]
+    (kind,) = geometry.kinds
+    waste = {size: page_waste(g) for size, g in of_size.items() if g.block_size >= 4}
     assert waste[geometry.page_bytes] <= min(waste.values()) + 0.001
-    left = geometry.page_bytes - geometry.block_size * geometry.token_bytes
-    if geometry.block_size >= 8:
-        assert geometry.block_size % 8 == 0
-        assert 0 <= left < 8 * geometry.token_bytes
+    left = geometry.page_bytes - kind.block_size * kind.token_bytes
+    if kind.block_size >= 8:
+        assert kind.block_size % 8 == 0
+        assert 0 <= left < 8 * kind.token_bytes
     else:
-        assert geometry.block_size > 0
-        assert 0 <= left < geometry.token_bytes
+        assert kind.block_size >= 4  # 16 KiB hold two of the largest tokens, 64 KiB eight
+        assert 0 <= left < kind.token_bytes
     for shape, pages in zip((geometry.gate_up, geometry.down), geometry.dense_pages, strict=True):
         assert (pages - 1) * geometry.page_bytes < shape.dense_bytes(dtype)
         assert shape.dense_bytes(dtype) <= pages * geometry.page_bytes
 
 
+def waste_of_sizes(config: ModelConfig) -> list[float]:
+    """What pages of 16, 32 and 64 KiB waste in bfloat16."""
+    return [page_waste(make_geometry(config, "bfloat16", size)) for size in PAGE_SIZES]
+
+
 def test_the_larger_page_is_taken_where_two_waste_the_same() -> None:
-    config = PUBLISHED["Qwen2-57B-A14B"]
-    assert {page_waste(config, "bfloat16", size) for size in PAGE_SIZES} == {0.0}
+    config = PUBLISHED["Mixtral-8x7B"]
+    assert waste_of_sizes(config) == [0.0] * 3
     assert choose_geometry(config, "bfloat16").page_bytes == 65536
 
 
 def test_a_smaller_page_is_taken_where_it_wastes_less() -> None:
-    # 48 and 24 KiB are 3 and 2 pages of 16 KiB, 2 and 1 of 32 KiB, one each of 64 KiB.
     config = published(layers=1, hidden=64, width=192, experts=4, kv_heads=1)
     gate_up, down = linear_shapes(config)
-    assert (gate_up.dense_bytes("bfloat16"), down.dense_bytes("bfloat16")) == (49152, 24576)
-    assert page_waste(config, "bfloat16", 16384) == pytest.approx(1 - 72 / 80)
-    assert page_waste(config, "bfloat16", 32768) == pytest.approx(1 - 72 / 96)
-    assert page_waste(config, "bfloat16", 65536) == pytest.approx(1 - 72 / 128)
-    assert choose_geometry(config, "bfloat16").page_bytes == 16384
+    # 48 and 24 KiB are 3 and 2 pages of 16 KiB, 2 and 1 of 32 KiB, one each of 64 KiB.
+    dense = [shape.dense_bytes("bfloat16") >> 10 for shape in (gate_up, down)]
+    assert dense == [48, 24]
+    # Six planes, and tables of 6 and 5 bits, are 19 pages of 16 KiB, 17 of 32 and 16 of 64.
+    assert [run >> 10 for run in gate_up.resident_runs(6)] == [6] * 6 + [48, 24]
+    assert [run >> 10 for run in down.resident_runs(6)] == [2] * 6 + [8, 4]
+    runs = 6 * 6 + 48 + 24 + 6 * 2 + 8 + 4
+    geometry = choose_geometry(config, "bfloat16")
+    waste = waste_by_use(geometry)
+    assert geometry.page_bytes == 16384
+    assert waste["width 16"] == pytest.approx(1 - 72 / (5 * 16))
+    assert waste["width 6"] == pytest.approx(1 - runs / (19 * 16))
+    assert waste["KV of 512 bytes"] == 0
+    found = [1 - runs / (19 * 16), 1 - runs / (17 * 32), 1 - runs / (16 * 64)]
+    assert waste_of_sizes(config) == pytest.approx(found)
+
+
+def test_the_smallest_width_has_one_table() -> None:
+    gate_up, _ = linear_shapes(published(layers=1, hidden=64, width=192, experts=4, kv_heads=1))
+    assert [run >> 10 for run in gate_up.resident_runs(3)] == [6] * 3 + [6]
+    assert [run >> 10 for run in gate_up.resident_runs(4)] == [6] * 4 + [12, 6]
 
 
 def test_the_waste_of_the_cache_is_not_hidden_by_that_of_the_experts() -> None:
     # 5 KV heads of 128 in bfloat16 are 2560 bytes: 8 tokens leave a third of 32 KiB unused.
     config = published(layers=1, hidden=2048, width=1024, experts=4, kv_heads=5)
-    assert page_waste(config, "bfloat16", 32768) == pytest.approx(1 - 8 * 2560 / 32768)
-    assert page_waste(config, "bfloat16", 65536) == pytest.approx(1 - 24 * 2560 / 65536)
+    used = [6 * 2560 / 16384, 8 * 2560 / 32768, 24 * 2560 / 65536]
+    assert waste_of_sizes(config) == pytest.approx([1 - share for share in used])
+    assert choose_geometry(config, "bfloat16").page_bytes == 65536
 
 
 @pytest.mark.parametrize(
@@ -232,13 +261,33 @@ def test_the_waste_of_the_cache_is_not_hidden_by_that_of_the_experts() -> None:
 )
 def test_a_block_is_in_eights_if_eight_tokens_fit(kv_heads: int, tokens: int) -> None:
     config = published(1, 2048, 1024, 64, kv_heads)
-    assert make_geometry(config, "bfloat16", 65536).block_size == tokens
+    (kind,) = make_geometry(config, "bfloat16", 65536).kinds
+    assert kind.block_size == tokens
 
 
 def test_a_page_that_holds_no_token_wastes_everything() -> None:
     config = published(1, 2048, 1024, 64, kv_heads=128)  # 64 KiB per token
-    assert page_waste(config, "bfloat16", 32768) == 1.0
+    assert waste_of_sizes(config) == [1.0, 1.0, 0.0]
     assert choose_geometry(config, "bfloat16").page_bytes == 65536
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens"),
+    [
+        (4, [8, 16, 32]),  # the smallest page has enough
+        (8, [4, 8, 16]),
+        (9, [3, 7, 8]),  # 32 KiB have
+        (32, [1, 2, 4]),  # 64 KiB have
+        (40, [0, 1, 3]),  # none has: the most there is
+    ],
+)
+def test_a_page_holds_at_least_four_tokens_where_one_does(kv_heads: int, tokens: list[int]) -> None:
+    # The experts alone would fit 16 KiB best, by far.
+    config = published(1, hidden=64, width=192, experts=4, kv_heads=kv_heads)
+    found = [make_geometry(config, "bfloat16", size).kinds[0].block_size for size in PAGE_SIZES]
+    assert found == tokens
+    enough = [size for size, n in zip(PAGE_SIZES, tokens, strict=True) if n >= min(4, max(tokens))]
+    assert choose_geometry(config, "bfloat16").page_bytes == enough[0]
 
 
 def test_a_token_too_large_for_any_page_is_refused_with_the_numbers() -> None:

@@ -1,6 +1,7 @@
 """The arena in JAX, against the NumPy codec and against loops over the edits."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.arena import format, state
-from moejax.arena.control import Control, Layout, pack, unpack
+from moejax.arena.control import Control, KvEdits, KvLayout, Layout, pack, unpack
 from moejax.arena.geometry import LinearShape
 from moejax.arena.state import ArenaState
 
@@ -174,11 +175,28 @@ def test_tokens_are_read_in_the_order_of_their_blocks() -> None:
 
 # Edits.
 
-LAYERS, MOE_LAYERS, EXPERTS = 3, 2, 3
-BLOCKS, ROWS, BLOCKS_PER_ROW = 5, 4, 3
+MOE_LAYERS, EXPERTS = 2, 3
+ROWS = 4
 SLOTS = {"gate_up_pages": 4, "down_pages": 2}
-LAYOUT = Layout(tokens=1, rows=1, blocks=4, row_edits=4, expert_edits=5, layers=LAYERS)
-EDIT_SECTIONS = ("block_edits", "row_edits", "expert_edits")
+
+
+class Kind(NamedTuple):
+    """Sizes of the tables of a kind of KV."""
+
+    layers: int
+    blocks: int
+    blocks_per_row: int
+
+
+KINDS = (Kind(3, 5, 3), Kind(1, 6, 2), Kind(2, 3, 4))
+
+
+def make_layout(num_kinds: int, expert_edits: int = 5) -> Layout:
+    kinds = tuple(KvLayout(layers=kind.layers, blocks=3, row_edits=4) for kind in KINDS[:num_kinds])
+    return Layout(tokens=1, rows=1, expert_edits=expert_edits, kinds=kinds)
+
+
+LAYOUT = make_layout(3)
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -186,19 +204,20 @@ def apply(before: ArenaState, array: jax.Array, layout: Layout = LAYOUT) -> Aren
     return state.apply_edits(before, unpack(array, layout))
 
 
-def make_state() -> ArenaState:
+def make_state(num_kinds: int = 3) -> ArenaState:
     """Tables of numbers that no edit holds, over pages of poison."""
 
     def table(*shape: int) -> jax.Array:
         return jnp.asarray(1000 + np.arange(np.prod(shape), dtype=np.int32).reshape(1, *shape))
 
+    kinds = KINDS[:num_kinds]
     return ArenaState(
         pages=jnp.full((1, PAGES, PAGE_WORDS), POISON, jnp.uint32),
         gate_up_pages=table(MOE_LAYERS, EXPERTS, SLOTS["gate_up_pages"]),
         down_pages=table(MOE_LAYERS, EXPERTS, SLOTS["down_pages"]),
         widths=table(MOE_LAYERS, EXPERTS, 2),
-        block_pages=table(LAYERS, BLOCKS),
-        block_tables=table(ROWS, BLOCKS_PER_ROW),
+        block_pages=tuple(table(kind.layers, kind.blocks) for kind in kinds),
+        block_tables=tuple(table(ROWS, kind.blocks_per_row) for kind in kinds),
         last_tokens=jnp.arange(ROWS, dtype=jnp.int32),
         marks=jnp.zeros((ROWS, 7), jnp.int32),
         bias_tokens=jnp.full((ROWS, 1), 7, jnp.int32),
@@ -207,18 +226,22 @@ def make_state() -> ArenaState:
 
 
 def tables_of(state: ArenaState) -> dict[str, np.ndarray]:
-    names = ("gate_up_pages", "down_pages", "widths", "block_pages", "block_tables", "last_tokens")
-    return {name: np.array(getattr(state, name)) for name in names}
+    names = ("gate_up_pages", "down_pages", "widths", "last_tokens")
+    found = {name: np.array(getattr(state, name)) for name in names}
+    for name in ("block_pages", "block_tables"):
+        found |= {f"{name}.{i}": np.array(t) for i, t in enumerate(getattr(state, name))}
+    return found
 
 
 def edited_by_loops(tables: dict[str, np.ndarray], control: Control) -> dict[str, np.ndarray]:
     """What FORMAT.md section 4 says of the edits, one after the other."""
     tables = {name: table.copy() for name, table in tables.items()}
-    for block, *pages in control.block_edits:
-        for layer, page in enumerate(pages):
-            tables["block_pages"][0, layer, block] = page
-    for row, index, block in control.row_edits:
-        tables["block_tables"][0, row, index] = block
+    for i, edits in enumerate(control.kv_edits):
+        for block, *pages in edits.blocks:
+            for layer, page in enumerate(pages):
+                tables[f"block_pages.{i}"][0, layer, block] = page
+        for row, index, block in edits.rows:
+            tables[f"block_tables.{i}"][0, row, index] = block
     for kind, linear, slot, value in control.expert_edits:
         layer, expert = divmod(linear, EXPERTS)
         if slot == -1:
@@ -230,7 +253,9 @@ def edited_by_loops(tables: dict[str, np.ndarray], control: Control) -> dict[str
 
 
 def assert_same_tables(found: ArenaState, wanted: dict[str, np.ndarray]) -> None:
-    for name, table in tables_of(found).items():
+    tables = tables_of(found)
+    assert tables.keys() == wanted.keys()
+    for name, table in tables.items():
         np.testing.assert_array_equal(table, wanted[name], err_msg=name)
     assert (np.asarray(found.pages) == POISON).all()
 
@@ -238,41 +263,35 @@ def assert_same_tables(found: ArenaState, wanted: dict[str, np.ndarray]) -> None
 def test_edits_by_hand() -> None:
     control = Control(
         [],
-        block_edits=[(4, 11, 12, 13)],
-        row_edits=[(2, 1, 4)],
+        kv_edits=[
+            KvEdits(blocks=[(4, 11, 12, 13)], rows=[(2, 1, 4)]),
+            KvEdits(blocks=[(4, 14), (5, 15)]),
+            KvEdits(rows=[(3, 3, 2), (0, 0, 1), (3, 2, 2)]),
+        ],
         expert_edits=[(0, 5, 3, 21), (1, 0, 1, -7), (0, 4, -1, 16), (1, 4, -1, 2)],
     )
     found = tables_of(apply(make_state(), jnp.asarray(pack(control, LAYOUT))))
-    assert found["block_pages"][0, :, 4].tolist() == [11, 12, 13]
-    assert found["block_tables"][0, 2, 1] == 4
+    assert found["block_pages.0"][0, :, 4].tolist() == [11, 12, 13]
+    assert found["block_tables.0"][0, 2, 1] == 4
+    assert found["block_pages.1"][0, 0, 4:].tolist() == [14, 15]
+    assert found["block_tables.2"][0, [3, 0, 3], [3, 0, 2]].tolist() == [2, 1, 2]
     assert found["gate_up_pages"][0, 1, 2, 3] == 21  # linear 5 is expert 2 of layer 1
     assert found["down_pages"][0, 0, 0, 1] == -7  # a page of the host
     assert found["widths"][0, 1, 1].tolist() == [16, 2]
     before = tables_of(make_state())
     changed = {name: int((found[name] != before[name]).sum()) for name in found}
-    assert changed == {
-        "block_pages": 3,
-        "block_tables": 1,
+    assert {name: count for name, count in changed.items() if count} == {
+        "block_pages.0": 3,
+        "block_tables.0": 1,
+        "block_pages.1": 2,
+        "block_tables.2": 3,
         "gate_up_pages": 1,
         "down_pages": 1,
         "widths": 2,
-        "last_tokens": 0,
     }
 
 
 pages_of_edits = st.integers(-HOST_PAGES, PAGES - 1)
-block_edits = st.lists(
-    st.tuples(st.integers(0, BLOCKS - 1), *[pages_of_edits] * LAYERS),
-    unique_by=lambda edit: edit[0],
-    max_size=LAYOUT.blocks,
-)
-row_edits = st.lists(
-    st.tuples(
-        st.integers(0, ROWS - 1), st.integers(0, BLOCKS_PER_ROW - 1), st.integers(0, BLOCKS - 1)
-    ),
-    unique_by=lambda edit: edit[:2],
-    max_size=LAYOUT.blocks,
-)
 expert_edits = st.lists(
     st.integers(0, 1).flatmap(
         lambda kind: st.tuples(
@@ -287,36 +306,65 @@ expert_edits = st.lists(
 )
 
 
-@given(block_edits=block_edits, row_edits=row_edits, expert_edits=expert_edits)
+def edits_of(kind: Kind, layout: KvLayout) -> st.SearchStrategy[KvEdits]:
+    """Any edits of a kind's tables that one step may bring."""
+    blocks = st.lists(
+        st.tuples(st.integers(0, kind.blocks - 1), *[pages_of_edits] * kind.layers),
+        unique_by=lambda edit: edit[0],
+        max_size=layout.blocks,
+    )
+    rows = st.lists(
+        st.tuples(
+            st.integers(0, ROWS - 1),
+            st.integers(0, kind.blocks_per_row - 1),
+            st.integers(0, kind.blocks - 1),
+        ),
+        unique_by=lambda edit: edit[:2],
+        max_size=layout.row_edits,
+    )
+    return st.builds(KvEdits, blocks=blocks, rows=rows)
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3])
+@given(data=st.data(), expert_edits=expert_edits)
 def test_edits_do_what_loops_over_them_do(
-    block_edits: list[tuple[int, ...]],
-    row_edits: list[tuple[int, int, int]],
-    expert_edits: list[tuple[int, int, int, int]],
+    num_kinds: int, data: st.DataObject, expert_edits: list[tuple[int, int, int, int]]
 ) -> None:
-    control = Control([], block_edits=block_edits, row_edits=row_edits, expert_edits=expert_edits)
-    before = make_state()
+    layout = make_layout(num_kinds)
+    kv_edits = [
+        data.draw(edits_of(kind, sizes))
+        for kind, sizes in zip(KINDS[:num_kinds], layout.kinds, strict=True)
+    ]
+    control = Control([], kv_edits=kv_edits, expert_edits=expert_edits)
+    before = make_state(num_kinds)
     wanted = edited_by_loops(tables_of(before), control)
-    assert_same_tables(apply(before, jnp.asarray(pack(control, LAYOUT))), wanted)
+    assert_same_tables(apply(before, jnp.asarray(pack(control, layout)), layout), wanted)
 
 
 def test_edits_beyond_the_counts_do_nothing() -> None:
-    control = Control(
-        [],
-        block_edits=[(1, 5, 5, 5), (2, 5, 5, 5)],
-        row_edits=[(0, 0, 1), (1, 1, 2)],
-        expert_edits=[(0, 0, 0, 5), (1, 1, 1, 5), (0, 2, -1, 5), (1, 3, -1, 5)],
-    )
-    array = pack(control, LAYOUT)
-    array[3:6] = [1, 1, 2]  # the counts of FORMAT.md section 4
-    kept = Control([], control.block_edits[:1], control.row_edits[:1], control.expert_edits[:2])
+    edits = [
+        KvEdits(blocks=[(1, 5, 5, 5), (2, 5, 5, 5)], rows=[(0, 0, 1), (1, 1, 2)]),
+        KvEdits(blocks=[(1, 5), (2, 5)], rows=[(0, 0, 1), (1, 1, 2)]),
+        KvEdits(blocks=[(1, 5, 5), (2, 5, 5)], rows=[(0, 0, 1), (1, 1, 2)]),
+    ]
+    changes = [(0, 0, 0, 5), (1, 1, 1, 5), (0, 2, -1, 5), (1, 3, -1, 5)]
+    array = pack(Control([], kv_edits=edits, expert_edits=changes), LAYOUT)
+    # The counts of FORMAT.md section 4.
+    array[3] = 2
+    array[6:12] = [1, 2, 0, 1, 2, 0]
+    first, second, third = edits
+    kept = [first._replace(blocks=first.blocks[:1]), KvEdits((), second.rows[:1]), third]
+    kept[2] = KvEdits(third.blocks, ())
     before = make_state()
-    wanted = edited_by_loops(tables_of(before), kept)
+    wanted = edited_by_loops(tables_of(before), Control([], kept, changes[:2]))
     assert_same_tables(apply(before, jnp.asarray(array)), wanted)
 
 
 def test_an_array_without_edits_changes_nothing() -> None:
     array = pack(Control([]), LAYOUT)
-    for name in EDIT_SECTIONS:  # counted as nothing, whatever stands there
+    sections = [name for name in LAYOUT.sections if "edits" in name]
+    assert len(sections) == 7
+    for name in sections:  # counted as nothing, whatever stands there
         start = LAYOUT.offsets[name]
         array[start : start + int(np.prod(LAYOUT.sections[name]))] = 1
     before = make_state()
@@ -324,8 +372,8 @@ def test_an_array_without_edits_changes_nothing() -> None:
 
 
 def test_a_bucket_may_have_no_room_for_expert_edits() -> None:
-    layout = Layout(tokens=1, rows=1, blocks=1, row_edits=1, expert_edits=0, layers=LAYERS)
-    control = Control([], block_edits=[(3, 7, 8, 9)], row_edits=[(3, 2, 3)])
-    before = make_state()
+    layout = make_layout(1, expert_edits=0)
+    control = Control([], kv_edits=[KvEdits(blocks=[(3, 7, 8, 9)], rows=[(3, 2, 3)])])
+    before = make_state(1)
     found = apply(before, jnp.asarray(pack(control, layout)), layout)
     assert_same_tables(found, edited_by_loops(tables_of(before), control))

@@ -1,10 +1,6 @@
-"""Small Hugging Face folders of the four families, and the way back from a converted one.
-
-Names of tensors are spelled here a second time, in the other direction than in the rules.
-"""
+"""Small Hugging Face folders of all families, and the way back from a converted one."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from converters import hf_names
 from moejax.arena import format
 from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig, Moe
@@ -33,6 +30,17 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+_LATENT = {
+    "moe_intermediate_size": 24,
+    "intermediate_size": 72,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_key_value_heads": 4,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _COMMON
@@ -60,14 +68,104 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmoe": _COMMON
     | {"model_type": "olmoe", "num_experts": 4, "intermediate_size": 24, "clip_qkv": 8.0},
+    "phimoe": _COMMON
+    | {
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "intermediate_size": 40,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.25, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "short_mscale": 1.1,
+            "long_mscale": 1.3,
+        },
+    },
+    "llama4_text": _COMMON
+    | {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 72,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+    },
+    "deepseek_v2": _COMMON
+    | _LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "deepseek_v3": _COMMON
+    | _LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 16,
+        "attention_bias": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    "gemma4_text": _COMMON
+    | {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 72,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": _COMMON
+    | {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "sliding_window": 8,
+    },
 }
+CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"] | {"model_type": "kimi_k2"}
 FAMILIES = tuple(CONFIGS)
+WRAPPERS = {"llama4": "llama4_text", "gemma4": "gemma4_text"}
+"""Model types with the config of a family in their `text_config`."""
 LAYOUTS = ("per_expert", "fused")
+ALWAYS_FUSED = ("llama4", "llama4_text", "gemma4", "gemma4_text", "gpt_oss")
+CASES = [
+    (family, layout)
+    for family in (*FAMILIES, *WRAPPERS)
+    for layout in LAYOUTS
+    if layout == "fused" or family not in ALWAYS_FUSED
+]
+"""Families and the layouts that they have."""
+_OF_ALL_PARTS = ("torch_dtype", "tie_word_embeddings")
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json; a change to None removes the key."""
-    return {k: v for k, v in (CONFIGS[family] | changes).items() if v is not None}
+    """A config.json. A change to None removes the key; one of `text_config` is made there."""
+    text = CONFIGS[WRAPPERS.get(family, family)] | changes
+    text = {k: v for k, v in text.items() if v is not None or k not in changes}
+    if family not in WRAPPERS:
+        return text
+    shared = {name: text.pop(name) for name in _OF_ALL_PARTS if name in text}
+    return {"model_type": family, "text_config": text, "vision_config": {}} | shared
 
 
 def model_tensors(hf: dict[str, Any], dtype: np.dtype = BFLOAT16) -> dict[str, np.ndarray]:
@@ -83,56 +181,8 @@ def model_tensors(hf: dict[str, Any], dtype: np.dtype = BFLOAT16) -> dict[str, n
 def hf_tensors(
     model: dict[str, np.ndarray], family: str, *, layout: str = "per_expert"
 ) -> dict[str, np.ndarray]:
-    """The same tensors as a Hugging Face checkpoint names them."""
-    if layout == "per_expert":
-        return {hf_name(target, family): array for target, array in model.items()}
-    tensors = {}
-    experts: dict[tuple[str, str], list[np.ndarray]] = {}
-    for target, array in model.items():
-        match = re.fullmatch(r"layers\.(\d+)\.experts\.\d+\.(gate|up|down)", target)
-        if match:
-            experts.setdefault((match[1], match[2]), []).append(array)
-        else:
-            tensors[hf_name(target, family).replace("block_sparse_moe", "mlp")] = array
-    for layer in sorted({layer for layer, _ in experts}):
-        gate, up, down = (np.stack(experts[layer, part]) for part in ("gate", "up", "down"))
-        at = f"model.layers.{layer}.mlp.experts"
-        tensors[f"{at}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
-        tensors[f"{at}.down_proj"] = down
-    return tensors
-
-
-def hf_name(target: str, family: str) -> str:
-    """The name of a target in a checkpoint of one tensor per expert."""
-    top = {
-        "embed.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "head.weight": "lm_head.weight",
-    }
-    if target in top:
-        return top[target]
-    _, layer, rest = target.split(".", 2)
-    block = "block_sparse_moe" if family == "mixtral" else "mlp"
-    parts = rest.split(".")
-    if rest == "attention_norm.weight":
-        name = "input_layernorm.weight"
-    elif rest == "feed_forward_norm.weight":
-        name = "post_attention_layernorm.weight"
-    elif parts[0] == "attention":
-        name = f"self_attn.{parts[1]}{'' if 'norm' in parts[1] else '_proj'}.{parts[2]}"
-    elif parts[0] == "experts":
-        mixtral = {"gate": "w1", "up": "w3", "down": "w2"}
-        part = mixtral[parts[2]] if family == "mixtral" else f"{parts[2]}_proj"
-        name = f"{block}.experts.{parts[1]}.{part}.weight"
-    elif rest == "feed_forward.router.weight":
-        name = f"{block}.gate.weight"
-    elif rest == "feed_forward.shared.router.weight":
-        name = "mlp.shared_expert_gate.weight"
-    elif parts[1] == "shared":
-        name = f"mlp.shared_expert.{parts[2]}_proj.weight"
-    else:
-        name = f"mlp.{parts[1]}_proj.weight"
-    return f"model.layers.{layer}.{name}"
+    """The same tensors as a Hugging Face checkpoint names them and lays them out."""
+    return hf_names.hf_tensors(model, family, "fused" if family in ALWAYS_FUSED else layout)
 
 
 def write(

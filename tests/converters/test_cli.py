@@ -61,12 +61,67 @@ dense MLPs      bfloat16        13.82 kB
 experts         bfloat16        90.11 kB
 all                            157.63 kB
 
-layers          feed-forward                  bytes each
-0               4 experts, shared 56            62.53 kB
-1               MLP of 72                       20.22 kB
-2               4 experts, shared 56            62.53 kB
+layers      attention                 feed-forward                bytes each
+0           all tokens                4 experts, shared 56          62.53 kB
+1           all tokens                MLP of 72                     20.22 kB
+2           all tokens                4 experts, shared 56          62.53 kB
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "lines"),
+    [
+        (
+            "gpt_oss",
+            # Of each layer: 2 x 24 + 32 values for each of 4 experts; 4 x 33 of the router.
+            [
+                "expert biases   bfloat16         1.92 kB",
+                "routers         bfloat16           792 B",
+                "0           window of 8               4 experts                     52.43 kB",
+                "1           all tokens                4 experts                     52.43 kB",
+            ],
+        ),
+        (
+            "gemma4_text",
+            # Seven norms of 32 values and one more; 4 x 32 + 32 + 4 of the router.
+            [
+                "norms           bfloat16         1.41 kB",
+                "routers         bfloat16           984 B",
+                "layer scales    bfloat16             6 B",
+                "dense MLPs      bfloat16        41.47 kB",
+                "0 to 1      window of 8               4 experts, MLP of 72          65.83 kB",
+            ],
+        ),
+        (
+            "deepseek_v3",
+            # 16 x 33 + 64 x 16 + 24 x 33 + 4 x 22 x 20 + 32 x 41 + 16 + 20 values of each layer.
+            [
+                "attention       bfloat16        32.71 kB",
+                "shared experts  bfloat16         9.22 kB",
+                "1 to 2      latent of 20 + 4          4 experts, shared 24          60.96 kB",
+            ],
+        ),
+        (
+            "phimoe",
+            # Weights and biases of norms, and a bias of the head.
+            [
+                "embeddings      bfloat16        12.48 kB",
+                "norms           bfloat16           896 B",
+            ],
+        ),
+        (
+            "llama4_text",
+            ["3           all tokens, no positions  4 experts, shared 24          56.19 kB"],
+        ),
+    ],
+)
+def test_inspect_shows_what_only_some_families_have(family, lines, tmp_path, capsys):
+    checkpoints.write(tmp_path / "hf", family)
+    main([str(tmp_path / "hf"), str(tmp_path / "out")])
+    assert main(["--inspect", str(tmp_path / "out")]) == 0
+    table = capsys.readouterr().out.split("\n")
+    assert [line for line in lines if line not in table] == []
 
 
 def test_inspect_refuses_what_is_not_converted(tmp_path, capsys):
@@ -155,7 +210,7 @@ def test_an_interrupt_at_any_time_leaves_all_or_nothing(delay, tmp_path):
     [
         # Files of experts pass 64 KiB, dense tensors pass 8 KiB.
         (65536, r"cannot write .*/out: File too large"),
-        (8192, r"tensor 'segments\.0\.0\.attention\.q\.weight' in .*File too large.*"),
+        (8192, r"tensor 'segments\.0\.0\.attention\.o\.weight' in .*File too large.*"),
     ],
 )
 def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(limit, message, tmp_path):

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from converters import checkpoints
-from converters.checkpoints import FAMILIES, LAYOUTS
+from converters.checkpoints import ALWAYS_FUSED, CASES, FAMILIES, LAYOUTS
 from moejax.checkpoint import Checkpoint
 from moejax.errors import CheckpointError, ConfigError
 from moejax_converters import convert as convert_module
 from moejax_converters.convert import convert
+from moejax_converters.source import Source
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_every_value_survives(family, layout, tmp_path):
     model = checkpoints.write(tmp_path / "hf", family, layout=layout)
     convert(tmp_path / "hf", tmp_path / "out")
@@ -24,7 +24,7 @@ def test_every_value_survives(family, layout, tmp_path):
 
 
 @pytest.mark.shows("conversion", "one tensor per expert or fused, the same checkpoint")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(ALWAYS_FUSED)))
 def test_both_layouts_give_the_same_bytes(family, tmp_path):
     for layout in LAYOUTS:
         checkpoints.write(tmp_path / f"hf-{layout}", family, layout=layout)
@@ -45,6 +45,60 @@ def test_both_layouts_give_the_same_bytes(family, tmp_path):
 def test_shards_are_read_through_the_index(tmp_path):
     model = checkpoints.write(tmp_path / "hf", "qwen2_moe", shards=3)
     convert(tmp_path / "hf", tmp_path / "out")
+    checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "gpt_oss", "gemma4_text"])
+def test_what_several_targets_lie_in_is_read_once(family, tmp_path, monkeypatch):
+    checkpoints.write(tmp_path / "hf", family, layout="fused")
+    read = []
+
+    def spy(self, name, *, index=None, rows=None):
+        read.append((name, index, rows))
+        return original(self, name, index=index, rows=rows)
+
+    original = Source.read
+    monkeypatch.setattr(Source, "read", spy)
+    convert(tmp_path / "hf", tmp_path / "out")
+    experts = [block for block in read if block[1] is not None]
+    tensors = {name for name in Source(tmp_path / "hf").tensors if name.endswith("gate_up_proj")}
+    assert {name for name, _, _ in experts if "gate_up" in name} == tensors
+    assert len(experts) == len(set(experts))
+    # gate and up are rows that follow each other, or columns, which no file has in one place.
+    rows = [(0, 40), (40, 80)] if family == "mixtral" else [(0, 24), (24, 48)]
+    rows = rows if family in ("mixtral", "gemma4_text") else [None]
+    for name in tensors:
+        assert [block[1:] for block in read if block[0] == name] == [
+            (expert, part) for expert in range(4) for part in rows
+        ]
+
+
+def test_what_is_not_served_is_said_in_one_line(tmp_path, caplog):
+    hf = checkpoints.config_of("llama4")
+    model = checkpoints.model_tensors(hf)
+    tensors = checkpoints.hf_tensors(model, "llama4")
+    for name in ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"):
+        tensors[name] = np.zeros(2, np.float32)
+    checkpoints.write_folder(tmp_path / "hf", hf, tensors)
+    convert(tmp_path / "hf", tmp_path / "out")
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/hf: not served: images (2 tensors)"
+    ]
+    checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_that_is_said(tmp_path, caplog):
+    hf = checkpoints.config_of("deepseek_v3")
+    model = checkpoints.model_tensors(hf)
+    tensors = checkpoints.hf_tensors(model, "deepseek_v3")
+    tensors |= {
+        name.replace("layers.2.", "layers.3."): array
+        for name, array in tensors.items()
+        if "layers.2." in name
+    }
+    checkpoints.write_folder(tmp_path / "hf", hf, tensors)
+    convert(tmp_path / "hf", tmp_path / "out")
+    assert "not served: prediction of further tokens (" in caplog.text
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
 
 
@@ -78,17 +132,25 @@ def test_without_a_dtype_the_tensors_say_it(tmp_path):
     assert Checkpoint.open(tmp_path / "out").config.dtype == "bfloat16"
 
 
-def test_a_float32_router_in_a_bfloat16_model_stays_float32(tmp_path):
-    hf = checkpoints.config_of("mixtral")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "feed_forward.router.weight"),
+        ("deepseek_v3", "feed_forward.router.weight"),
+        ("deepseek_v3", "feed_forward.router.choice_bias"),
+    ],
+)
+def test_a_float32_router_in_a_bfloat16_model_stays_float32(family, name, tmp_path):
+    hf = checkpoints.config_of(family)
     model = checkpoints.model_tensors(hf)
     del hf["torch_dtype"]
-    router = "layers.1.feed_forward.router.weight"
+    router = f"layers.1.{name}"
     model[router] = np.full(model[router].shape, 1 / 3, np.float32)
-    checkpoints.write_folder(tmp_path / "hf", hf, checkpoints.hf_tensors(model, "mixtral"))
+    checkpoints.write_folder(tmp_path / "hf", hf, checkpoints.hf_tensors(model, family))
     convert(tmp_path / "hf", tmp_path / "out")
-    for layer in range(3):  # they are stacked
-        name = f"layers.{layer}.feed_forward.router.weight"
-        model[name] = model[name].astype(np.float32)
+    for target in model:  # they are stacked
+        if target.endswith(name):
+            model[target] = model[target].astype(np.float32)
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
 
 

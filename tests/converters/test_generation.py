@@ -37,6 +37,22 @@ def test_generation_config_wins_over_config(tmp_path):
     assert (found["pad_token_id"], found["bos_token_id"]) == (3, 1)
 
 
+def test_tokens_may_stand_in_the_text_part_of_the_config(tmp_path):
+    hf = checkpoints.config_of("llama4", eos_token_id=[5, 6], bos_token_id=4)
+    checkpoints.write_folder(tmp_path, hf | {"eos_token_id": 7}, {})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6}')
+    found = generation.generation_settings(Source(tmp_path), 96)
+    assert found == {"eos_token_ids": [6, 7, 5], "bos_token_id": 4}
+
+
+def test_refuses_tokens_of_the_wrong_type_in_the_text_part_of_the_config(tmp_path):
+    checkpoints.write_folder(tmp_path, checkpoints.config_of("llama4", eos_token_id="</s>"), {})
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: text_config\.eos_token_id is '</s>', needed a token"
+    ):
+        generation.generation_settings(Source(tmp_path), 96)
+
+
 def test_sampling_settings_are_kept_where_they_are_given(tmp_path):
     given = {"temperature": 1, "top_p": 0.9, "top_k": 40, "min_p": None, "do_sample": True}
     found = settings(tmp_path, {}, given)

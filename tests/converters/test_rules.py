@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters import checkpoints
-from converters.checkpoints import FAMILIES, LAYOUTS
+from converters.checkpoints import CASES
 from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.errors import CheckpointError
 from moejax_converters import families, rules, targets
-from moejax_converters.rules import Piece, Rule
+from moejax_converters.pieces import Piece
+from moejax_converters.rules import Rule
 
 
 def stored(family="mixtral", layout="per_expert", **changes):
@@ -28,12 +30,12 @@ def tensor(name, shape, dtype="BF16"):
     )
 
 
-def resolve(config, tensors, extra=()):
-    return rules.resolve(tensors, (*families.tensor_rules(config), *extra), config)
+def resolve(config, tensors, extra=(), hf=None):
+    table = families.tensor_rules(config, hf or checkpoints.config_of(config.family))
+    return rules.resolve(tensors, (*table, *extra), config)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_every_target_is_filled(family, layout):
     config, tensors = stored(family, layout)
     assert sorted(resolve(config, tensors)) == sorted(targets.expected_tensors(config))
@@ -41,27 +43,33 @@ def test_every_target_is_filled(family, layout):
 
 @settings(max_examples=50)
 @given(
-    family=st.sampled_from(FAMILIES),
-    layout=st.sampled_from(LAYOUTS),
-    experts=st.integers(1, 5),
+    case=st.sampled_from(CASES),
+    experts=st.integers(2, 5),
     width=st.integers(1, 70),
     layers=st.integers(1, 6),
     tied=st.booleans(),
     seed=st.randoms(use_true_random=False),
 )
-def test_a_shuffled_checkpoint_of_any_size_resolves(
-    family, layout, experts, width, layers, tied, seed
-):
-    key = "num_local_experts" if family == "mixtral" else "num_experts"
-    size = "intermediate_size" if family in ("mixtral", "olmoe") else "moe_intermediate_size"
+def test_a_shuffled_checkpoint_of_any_size_resolves(case, experts, width, layers, tied, seed):
+    family, layout = case
+    plain = checkpoints.config_of(family).get("text_config", checkpoints.config_of(family))
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    sizes = ("moe_intermediate_size", "intermediate_size")
     config, tensors = stored(
         family,
         layout,
-        **{key: experts, size: width},
+        **{next(key for key in keys if key in plain): experts},
+        **{next(size for size in sizes if size in plain): width},
         num_hidden_layers=layers,
-        num_experts_per_tok=1,
+        num_experts_per_tok=2 if family == "phimoe" else 1,
         decoder_sparse_step=1,
         mlp_only_layers=[],
+        interleave_moe_layer_step=1,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+        layer_types=None,
+        lm_head_bias=False,
         tie_word_embeddings=tied,
     )
     names = list(tensors)
@@ -70,10 +78,7 @@ def test_a_shuffled_checkpoint_of_any_size_resolves(
     shapes = targets.expected_tensors(config)
     assert sorted(pieces) == sorted(shapes)
     for target, piece in pieces.items():
-        shape = piece.tensor.shape if piece.index is None else piece.tensor.shape[1:]
-        if piece.rows is not None:
-            shape = (piece.rows[1] - piece.rows[0], *shape[1:])
-        assert shape == shapes[target]
+        assert piece.shape == shapes[target]
     del tensors[names[0]]
     with pytest.raises(CheckpointError, match="no tensor for"):
         resolve(config, tensors)
@@ -96,6 +101,82 @@ def test_rotary_frequencies_of_old_checkpoints_are_skipped():
     config, tensors = stored()
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert resolve(config, tensors | {name: tensor(name, (8,), "F32")})
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2"])
+def test_layers_that_predict_further_tokens_are_skipped(family):
+    config, tensors = stored(family)
+    hf = checkpoints.config_of(family)
+    names = ("self_attn.o_proj.weight", "eh_proj.weight", "mlp.experts.7.up_proj.weight")
+    extra = {f"model.layers.3.{name}": tensor(f"model.layers.3.{name}", (1,)) for name in names}
+    pieces = resolve(config, tensors | extra)
+    assert sorted(pieces) == sorted(targets.expected_tensors(config))
+    assert rules.unserved(tensors | extra, families.tensor_rules(config, hf)) == [
+        "prediction of further tokens (3 tensors)"
+    ]
+    # Only as many as config.json says.
+    for more, changes in ((4, {}), (3, {"num_nextn_predict_layers": 0})):
+        name = f"model.layers.{more}.input_layernorm.weight"
+        with pytest.raises(
+            CheckpointError, match=rf"is layers\.{more}\.attention_norm\.weight, wh"
+        ):
+            resolve(config, tensors | {name: tensor(name, (32,))}, hf=hf | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "said"),
+    [
+        (
+            "llama4",
+            ["vision_model.class_embedding", "multi_modal_projector.linear_1.weight"],
+            ["images (2 tensors)"],
+        ),
+        (
+            "gemma4",
+            [
+                "model.vision_tower.patch_embedder.weight",
+                "model.embed_vision.embedding_projection.weight",
+                "model.audio_tower.layers.0.x",
+                "model.embed_audio.embedding_projection.weight",
+            ],
+            ["images (2 tensors)", "sound (2 tensors)"],
+        ),
+    ],
+)
+def test_images_and_sound_are_skipped(family, names, said):
+    config, tensors = stored(family, "fused")
+    hf = checkpoints.config_of(family)
+    extra = {name: tensor(name, (1,)) for name in names}
+    assert resolve(config, tensors | extra, hf=hf) == resolve(config, tensors, hf=hf)
+    table = families.tensor_rules(config, hf)
+    assert rules.unserved(tensors | extra, table) == said
+    assert rules.unserved(tensors, table) == []
+
+
+def test_no_other_family_has_images():
+    config, tensors = stored()
+    name = "vision_model.class_embedding"
+    with pytest.raises(CheckpointError, match=r"vision_model\.class_embedding' in .*: unknown"):
+        resolve(config, tensors | {name: tensor(name, (1,))})
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("family", ["llama4_text", "gemma4_text"])
+def test_a_decoder_has_one_of_three_names(family, prefix):
+    config, tensors = stored(family, "fused")
+    renamed = {name.replace("model.", prefix, 1): t for name, t in tensors.items()}
+    if "lm_head.weight" in renamed and prefix == "language_model.model.":
+        renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
+    plain = {target: piece.tensor.name for target, piece in resolve(config, tensors).items()}
+    found = {target: piece.tensor.name for target, piece in resolve(config, renamed).items()}
+    assert found == plain
+
+
+def test_refuses_a_decoder_that_has_two_names():
+    config, tensors = stored("llama4_text", "fused")
+    name = "language_model.model.norm.weight"
+    with pytest.raises(CheckpointError, match=r"is norm\.weight, as 'model\.norm\.weight' is"):
+        resolve(config, tensors | {name: tensor(name, (32,))})
 
 
 def test_refuses_an_unknown_tensor():
@@ -163,11 +244,44 @@ def test_refuses_a_wrong_shape(name, shape, needed):
     )
 
 
-def test_refuses_a_fused_tensor_of_wrong_shape():
-    config, tensors = stored(layout="fused")
-    name = "model.layers.2.mlp.experts.gate_up_proj"
-    with pytest.raises(CheckpointError, match=r"shape \[4, 32, 80\], needed \[4, 80, 32\]"):
-        resolve(config, tensors | {name: tensor(name, (4, 32, 80))})
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "needed"),
+    [
+        ("mixtral", "mlp.experts.gate_up_proj", (4, 32, 80), [4, 80, 32]),
+        ("mixtral", "mlp.experts.down_proj", (4, 40, 32), [4, 32, 40]),
+        ("gemma4_text", "experts.gate_up_proj", (4, 32, 48), [4, 48, 32]),
+        ("llama4_text", "feed_forward.experts.gate_up_proj", (4, 48, 32), [4, 32, 48]),
+        ("llama4_text", "feed_forward.experts.down_proj", (4, 32, 24), [4, 24, 32]),
+        ("gpt_oss", "mlp.experts.gate_up_proj", (4, 48, 32), [4, 32, 48]),
+        ("gpt_oss", "mlp.experts.down_proj", (4, 32, 24), [4, 24, 32]),
+        ("gpt_oss", "mlp.experts.gate_up_proj_bias", (48, 4), [4, 48]),
+        ("gpt_oss", "mlp.experts.down_proj_bias", (4, 48), [4, 32]),
+        ("deepseek_v2", "self_attn.kv_b_proj.weight", (20, 88), [88, 20]),
+    ],
+)
+def test_refuses_a_fused_tensor_of_wrong_shape(family, name, shape, needed):
+    config, tensors = stored(family, "fused")
+    name = f"model.layers.1.{name}"
+    with pytest.raises(CheckpointError) as error:
+        resolve(config, tensors | {name: tensor(name, shape)})
+    message = f"tensor '{name}' in m.safetensors: shape {list(shape)}, needed {needed}"
+    assert message in str(error.value).split("\n  ")
+
+
+@pytest.mark.parametrize(
+    ("family", "first"),
+    [("mixtral", [0, 1, 2]), ("gpt_oss", [0, 2, 4]), ("llama4_text", [0, 1, 2])],
+)
+def test_the_layout_follows_the_family_where_a_shape_fits_several(family, first):
+    # Experts as wide as the hidden size, and half as wide.
+    for width in (32, 16):
+        config, tensors = stored(family, "fused", intermediate_size=width)
+        piece = resolve(config, tensors)["layers.1.experts.2.gate"]
+        block = np.arange(2 * width * 32).reshape(piece.tensor.shape[1:])
+        block = block if piece.rows is None else block[slice(*piece.rows)]
+        gate = piece.view.of(block)
+        row = gate[0] if family == "mixtral" else gate[:, 0]
+        assert row[:3].tolist() == first
 
 
 def test_refuses_integers():
@@ -204,7 +318,7 @@ def test_a_long_list_of_errors_is_cut_and_counted():
         ),
         (
             {"num_hidden_layers": 4000, "num_local_experts": 4},
-            r"no tensor for layers\.3\.feed_forward\.router\.weight: 3997 of 4000 layers",
+            r"no tensor for the router of layer 3: 3997 of 4000 layers with experts have no router",
         ),
     ],
 )

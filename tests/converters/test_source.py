@@ -33,6 +33,24 @@ def test_tensors_are_read_as_they_are(dtype, folder):
     assert source.read("a").dtype == dtype
 
 
+@pytest.mark.parametrize(
+    "piece",
+    [
+        {"index": 2},
+        {"index": -1},
+        {"rows": (1, 3)},
+        {"rows": (-1, 1)},
+        {"rows": (2, 1)},
+        {"index": 1, "rows": (2, 4)},
+    ],
+)
+def test_what_lies_outside_of_a_tensor_is_not_read(piece, folder):
+    array = np.zeros((2, 3), np.float32)
+    save_file({"a": array, "b": array, "c": array}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"b \[2, 3\] has no piece index="):
+        Source(folder).read("b", **piece)
+
+
 def test_several_files_are_read_without_an_index(folder):
     save_file({"a": np.zeros(2, np.float32)}, folder / "part-a.safetensors")
     save_file({"b": np.ones(2, np.float32)}, folder / "part-b.safetensors")
@@ -91,17 +109,6 @@ def test_json_that_could_mislead_or_break_a_reader_is_refused(text, message, fol
         with pytest.raises(CheckpointError, match=rf"{name}: .*not .*JSON.*{message}") as error:
             Source(folder)
         assert "\n" not in str(error.value)
-
-
-def test_refuses_a_quantized_checkpoint_by_its_model_type_and_method(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}'
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=r"'mixtral': quantized .* are not supported yet \(quantization_config: gptq\)",
-    ):
-        Source(tmp_path)
 
 
 def test_refuses_a_folder_without_weights(folder):

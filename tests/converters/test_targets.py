@@ -52,6 +52,79 @@ def test_expected_tensors_by_hand():
     }
 
 
+def test_expected_tensors_of_latent_attention_by_hand():
+    shapes = targets.expected_tensors(families.model_config(checkpoints.config_of("deepseek_v3")))
+    at = "layers.1.attention."
+    found = {name.removeprefix(at): shape for name, shape in shapes.items() if name.startswith(at)}
+    assert found == {
+        "q_down.weight": (16, 32),
+        "q_down.bias": (16,),
+        "q_latent_norm.weight": (16,),
+        "q_up.weight": (64, 16),
+        "kv_down.weight": (24, 32),
+        "kv_down.bias": (24,),
+        "latent_norm.weight": (20,),
+        "k_up": (4, 12, 20),
+        "v_up": (4, 10, 20),
+        "o.weight": (32, 40),
+        "o.bias": (32,),
+    }
+    assert shapes["layers.1.feed_forward.router.choice_bias"] == (4,)
+
+
+def test_expected_tensors_beside_the_experts_by_hand():
+    config = families.model_config(checkpoints.config_of("gemma4_text"))
+    at = "layers.2."
+    found = {
+        name.removeprefix(at): shape
+        for name, shape in targets.expected_tensors(config).items()
+        if name.startswith(at) and ".experts." not in name
+    }
+    norms = ("attention_norm", "attention_post_norm", "feed_forward_post_norm")
+    norms += tuple(
+        f"feed_forward.{part}{post}_norm" for part in ("mlp", "moe") for post in ("", "_post")
+    )
+    assert found == {
+        **{f"{norm}.weight": (32,) for norm in norms},
+        # Keys are values too.
+        "attention.q.weight": (64, 32),
+        "attention.k.weight": (16, 32),
+        "attention.o.weight": (32, 64),
+        "attention.q_norm.weight": (16,),
+        "attention.k_norm.weight": (16,),
+        "feed_forward.mlp.gate.weight": (72, 32),
+        "feed_forward.mlp.up.weight": (72, 32),
+        "feed_forward.mlp.down.weight": (32, 72),
+        "feed_forward.moe.router.weight": (4, 32),
+        "feed_forward.moe.router.input_scale": (32,),
+        "feed_forward.moe.router.expert_scale": (4,),
+        "output_scale": (1,),
+    }
+
+
+def test_expected_tensors_with_biases_by_hand():
+    shapes = targets.expected_tensors(families.model_config(checkpoints.config_of("gpt_oss")))
+    assert {name: shapes[f"layers.0.{name}"] for name in SINKS_AND_BIASES} == SINKS_AND_BIASES
+    shapes = targets.expected_tensors(families.model_config(checkpoints.config_of("phimoe")))
+    assert {name: shapes[name] for name in HEAD_AND_NORMS} == HEAD_AND_NORMS
+
+
+SINKS_AND_BIASES = {
+    "attention.sinks": (4,),
+    "attention.o.bias": (32,),
+    "feed_forward.router.bias": (4,),
+    "feed_forward.expert_bias.gate": (4, 24),
+    "feed_forward.expert_bias.up": (4, 24),
+    "feed_forward.expert_bias.down": (4, 32),
+}
+HEAD_AND_NORMS = {
+    "head.bias": (96,),
+    "norm.bias": (32,),
+    "layers.2.attention_norm.bias": (32,),
+    "layers.2.feed_forward_norm.bias": (32,),
+}
+
+
 def test_norms_of_q_and_k_are_as_wide_as_what_they_norm():
     for family, q, k in (("qwen3_moe", 16, 16), ("olmoe", 32, 16)):
         config = families.model_config(checkpoints.config_of(family))

@@ -6,7 +6,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moejax.layers.linear import Embedding, Linear, RmsNorm, product, product_float32
+from moejax.layers.linear import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    RmsNorm,
+    make_norm,
+    product,
+    product_float32,
+    unit_rms,
+)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -67,13 +76,15 @@ def test_a_stack_leads_the_shapes_of_weights() -> None:
     assert layer.bias is not None and layer.bias[...].shape == (4, 2, 3)
     assert RmsNorm(5, epsilon=1e-6, stack=(4,), dtype="bfloat16").weight[...].shape == (4, 5)
     assert Linear(5, 3, dtype="float32").bias is None
+    norm = LayerNorm(5, epsilon=1e-6, stack=(4,), dtype="bfloat16")
+    assert norm.weight[...].shape == norm.bias[...].shape == (4, 5)
 
 
 # RMS norm.
 
 
-def make_norm(weight: np.ndarray, epsilon: float) -> RmsNorm:
-    norm = RmsNorm(len(weight), epsilon=epsilon, dtype=weight.dtype.name)
+def rms_norm(weight: np.ndarray, epsilon: float, *, rounds_late: bool = False) -> RmsNorm:
+    norm = RmsNorm(len(weight), epsilon=epsilon, rounds_late=rounds_late, dtype=weight.dtype.name)
     norm.weight[...] = jnp.asarray(weight)
     return norm
 
@@ -84,28 +95,94 @@ def test_a_norm_divides_by_the_root_of_the_mean_square(scale: float, epsilon: fl
     x, weight = np.float32(scale) * normal(3, 40), normal(40, seed=1)
     wide = x.astype(np.float64)
     wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon) * weight
-    found = make_norm(weight, epsilon)(jnp.asarray(x))
+    found = rms_norm(weight, epsilon)(jnp.asarray(x))
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
 
 
 def test_a_norm_by_hand() -> None:
     # Mean square of 3, 4 and 0, 0 is 6.25, its root 2.5.
-    norm = make_norm(np.array([1, 10, 1, 1], np.float32), 1e-12)
+    norm = rms_norm(np.array([1, 10, 1, 1], np.float32), 1e-12)
     found = norm(jnp.array([3.0, 4.0, 0.0, 0.0], jnp.float32))
     np.testing.assert_allclose(found, [1.2, 16.0, 0, 0], rtol=1e-6)
 
 
-def test_bfloat16_is_rounded_before_the_weight_and_after() -> None:
+@pytest.mark.parametrize("rounds_late", [False, True], ids=["early", "late"])
+def test_bfloat16_is_rounded_before_the_weight_and_after_or_once(rounds_late: bool) -> None:
     x, weight = normal(20, 64).astype(BFLOAT16), normal(64, seed=1).astype(BFLOAT16)
     wide = x.astype(np.float64)
     unit = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6)
     rounded_first = unit.astype(BFLOAT16) * weight
     rounded_once = (unit * weight.astype(np.float64)).astype(BFLOAT16)
     assert 100 < (rounded_first != rounded_once).sum()
-    found = np.asarray(jax.jit(make_norm(weight, 1e-6))(jnp.asarray(x)))
+    norm = rms_norm(weight, 1e-6, rounds_late=rounds_late)
+    found = np.asarray(jax.jit(norm)(jnp.asarray(x)))
     assert found.dtype == BFLOAT16
     # float32 and float64 may round to different sides, though rarely.
-    assert (found != rounded_first).sum() <= 2
+    assert (found != (rounded_once if rounds_late else rounded_first)).sum() <= 2
+
+
+def test_a_norm_without_a_weight_is_in_float32() -> None:
+    x = normal(3, 40).astype(BFLOAT16)
+    wide = x.astype(np.float64)
+    found = unit_rms(jnp.asarray(x), 1e-3)
+    assert found.dtype == jnp.float32
+    wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+# Layer norm.
+
+
+def layer_norm(weight: np.ndarray, bias: np.ndarray, epsilon: float) -> LayerNorm:
+    norm = LayerNorm(len(weight), epsilon=epsilon, dtype=weight.dtype.name)
+    norm.weight[...], norm.bias[...] = jnp.asarray(weight), jnp.asarray(bias)
+    return norm
+
+
+def test_a_layer_norm_by_hand() -> None:
+    # 1, 5, 1, 5 are two away from their mean; their variance is 4.
+    norm = layer_norm(
+        np.array([1, 1, 10, 1], np.float32), np.array([0, 7, 0, 0], np.float32), 1e-12
+    )
+    found = norm(jnp.array([1.0, 5.0, 1.0, 5.0], jnp.float32))
+    np.testing.assert_allclose(found, [-1, 8, -10, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 0.5])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_a_layer_norm_divides_by_the_deviation(offset: float, epsilon: float) -> None:
+    x = normal(3, 40) + np.float32(offset)
+    weight, bias = normal(40, seed=1), normal(40, seed=2)
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
+    found = layer_norm(weight, bias, epsilon)(jnp.asarray(x))
+    np.testing.assert_allclose(found, centred / deviation * weight + bias, atol=2e-5)
+
+
+def test_a_layer_norm_of_bfloat16_is_rounded_once() -> None:
+    x, weight, bias = (normal(n, seed=n).astype(BFLOAT16) for n in (640, 64, 65))
+    x, bias = x.reshape(10, 64), bias[:64]
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    unit = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+    wanted = (unit * weight.astype(np.float64) + bias.astype(np.float64)).astype(BFLOAT16)
+    found = np.asarray(jax.jit(layer_norm(weight, bias, 1e-5))(jnp.asarray(x)))
+    assert found.dtype == BFLOAT16
+    assert (found != wanted).sum() <= 2
+    assert (found != (unit.astype(BFLOAT16) * weight + bias)).sum() > 50
+
+
+def test_the_norm_of_a_configuration() -> None:
+    norms = {
+        kind: make_norm(kind, 5, epsilon=0.5, stack=(2,), dtype="bfloat16")
+        for kind in ("rms", "rms_float32", "layer")
+    }
+    rms, late, layer = norms["rms"], norms["rms_float32"], norms["layer"]
+    assert isinstance(rms, RmsNorm) and isinstance(late, RmsNorm) and isinstance(layer, LayerNorm)
+    assert (rms.rounds_late, late.rounds_late) == (False, True)
+    assert {norm.epsilon for norm in norms.values()} == {0.5}
+    assert {norm.weight[...].shape for norm in norms.values()} == {(2, 5)}
 
 
 # Embedding.

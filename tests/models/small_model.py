@@ -1,5 +1,6 @@
-"""Random models of small layers of three kinds, and an arena that runs them step by step."""
+"""Small models with random weights, and an arena that runs them step by step."""
 
+import copy
 import dataclasses
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -8,77 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.small_configs import ALL_LAYERS, LENGTH, VOCAB, make_config
 from moejax.adjust import row_parts, start_row
 from moejax.arena import format
-from moejax.arena.control import Control, Layout, RowControl, pack
+from moejax.arena.control import Control, KvEdits, KvLayout, Layout, RowControl, pack, unpack
 from moejax.arena.geometry import Geometry, make_geometry
-from moejax.arena.state import ArenaState
-from moejax.config import (
-    Attention,
-    LayerKind,
-    Mlp,
-    ModelConfig,
-    Moe,
-    Rope,
-    Router,
-    SharedExpert,
-    segments_of,
-)
+from moejax.arena.state import ArenaState, apply_edits
+from moejax.config import ModelConfig
 from moejax.layers.experts import Stacked
 from moejax.models import whole
-from moejax.models.decoder import Params, abstract_params
+from moejax.models.decoder import Params, abstract_params, bind
+from moejax.models.paged import PagedMemory, make_batch
 from moejax.models.step import COMPILER_OPTIONS, Bucket, StepOutput, step
 
-# As many as a list of log-probabilities holds: a step's output shows the whole distribution.
-VOCAB = 20
-HIDDEN, EXPERTS, WIDTH = 24, 5, 9
 # Pages hold 8 tokens of 96 bytes, or an atom.
 PAGE_BYTES = 1024
-LENGTH = 80
 TABLE_ROWS = 6
 BIASES = 4
-# A dense segment, then one of period two.
-ALL_LAYERS = "abcbc"
-
-
-def make_config(layers: str) -> ModelConfig:
-    """A model of these layers: a is dense, b and c have experts; all attend in other ways."""
-
-    def attention(**options: Any) -> Attention:
-        shape = {"num_heads": 4, "head_size": 6, "scale": 0.4}
-        return Attention(**shape, rope=Rope(theta=100.0), **options)
-
-    def moe(k: int, *, renormalize: bool, shared: SharedExpert | None) -> Moe:
-        router = Router(
-            num_experts=EXPERTS,
-            experts_per_token=k,
-            renormalize=renormalize,
-            float32_weights=renormalize,
-        )
-        return Moe(router=router, expert_width=WIDTH, shared=shared)
-
-    a = LayerKind(
-        attention=attention(num_kv_heads=2, qkv_bias=True, output_bias=True, window=5),
-        feed_forward=Mlp(width=14),
-    )
-    b = LayerKind(
-        attention=attention(num_kv_heads=1, qk_norm="head"),
-        feed_forward=moe(2, renormalize=True, shared=SharedExpert(width=10, gated=True)),
-    )
-    c = LayerKind(
-        attention=attention(num_kv_heads=2, qk_norm="projection", qkv_clip=2.0, window=11),
-        feed_forward=moe(3, renormalize=False, shared=None),
-    )
-    return ModelConfig(
-        family="small",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        max_position_embeddings=LENGTH,
-        norm_epsilon=1e-6,
-        tie_embeddings=False,
-        dtype="float32",
-        segments=segments_of([{"a": a, "b": b, "c": c}[letter] for letter in layers]),
-    )
+# These programs are small and run a few times: compiling takes longer than running them.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 class Model(NamedTuple):
@@ -95,18 +44,24 @@ class Model(NamedTuple):
 
 
 @cache
-def make_model(layers: str = ALL_LAYERS, dtype: str = "float32") -> Model:
+def make_model(name: str = ALL_LAYERS, dtype: str = "float32") -> Model:
     """Normal weights that keep the size of what passes."""
-    config = make_config(layers)
+    config = make_config(name)
     rng = np.random.default_rng(0)
 
-    def normal(shape: tuple[int, ...]) -> jax.Array:
+    def normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
         return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
 
-    params = jax.tree.map(lambda leaf: normal(leaf.shape), abstract_params(config, dtype))
+    params = jax.tree.map(
+        lambda leaf: normal(leaf.shape, leaf.dtype), abstract_params(config, dtype)
+    )
+    experts, width = config.moe.router.num_experts, config.moe.expert_width
     stacked = {
-        layer: Stacked(normal((EXPERTS, 2, WIDTH, HIDDEN)), normal((EXPERTS, HIDDEN, WIDTH)))
+        layer: Stacked(
+            normal((experts, 2, width, config.hidden_size), dtype),
+            normal((experts, config.hidden_size, width), dtype),
+        )
         for layer in config.moe_layers
     }
     return Model(config, make_geometry(config, dtype, PAGE_BYTES), params, stacked)
@@ -115,17 +70,31 @@ def make_model(layers: str = ALL_LAYERS, dtype: str = "float32") -> Model:
 # The whole forward pass.
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
-def _forward(params: Params, stacked: Any, tokens: jax.Array, config: Any, dtype: str) -> jax.Array:
-    return whole.forward(params, stacked, tokens, config=config, dtype=dtype)
+@partial(jax.jit, static_argnames=("config", "dtype", "max_length"), compiler_options=QUICK)
+def _forward(
+    params: Params,
+    stacked: Any,
+    tokens: jax.Array,
+    config: ModelConfig,
+    dtype: str,
+    max_length: int | None,
+) -> jax.Array:
+    return whole.forward(params, stacked, tokens, config=config, dtype=dtype, max_length=max_length)
 
 
-def whole_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
+def whole_logprobs(model: Model, tokens: list[int], *, max_length: int | None = None) -> np.ndarray:
     """[tokens, vocab]: the log-probabilities of what comes after each token, in float64."""
     padded = np.zeros((1, LENGTH), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = _forward(model.params, model.stacked, jnp.asarray(padded), model.config, model.dtype)
-    x = np.asarray(logits[0, : len(tokens)], np.float64)
+    logits = _forward(
+        model.params, model.stacked, jnp.asarray(padded), model.config, model.dtype, max_length
+    )
+    return log_softmax(logits[0, : len(tokens)])
+
+
+def log_softmax(logits: Any) -> np.ndarray:
+    """In float64."""
+    x = np.asarray(logits, np.float64)
     x -= x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
@@ -133,23 +102,31 @@ def whole_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
 # Steps over an arena.
 
 
-def prefill_bucket(layers: str = ALL_LAYERS) -> Bucket:
-    layout = Layout(
-        tokens=LENGTH, rows=3, blocks=13, row_edits=13, expert_edits=0, layers=len(layers)
+def _layout(name: str, *, tokens: int, rows: int) -> Layout:
+    """Of steps in which all rows may begin blocks, and one all of its blocks."""
+    kinds = tuple(
+        KvLayout(
+            layers=kind.pages_per_block,
+            blocks=rows + (tokens - rows) // kind.block_size,
+            row_edits=rows + (tokens - rows) // kind.block_size,
+        )
+        for kind in make_model(name).geometry.kinds
     )
+    return Layout(tokens=tokens, rows=rows, expert_edits=0, kinds=kinds)
+
+
+def prefill_bucket(name: str = ALL_LAYERS) -> Bucket:
+    layout = _layout(name, tokens=LENGTH, rows=3)
     return Bucket(layout=layout, prefill_rows=3, max_query=LENGTH)
 
 
-def decode_bucket(layers: str = ALL_LAYERS) -> Bucket:
-    layout = Layout(tokens=4, rows=4, blocks=4, row_edits=4, expert_edits=0, layers=len(layers))
-    return Bucket(layout=layout, prefill_rows=0, max_query=1)
+def decode_bucket(name: str = ALL_LAYERS) -> Bucket:
+    return Bucket(layout=_layout(name, tokens=4, rows=4), prefill_rows=0, max_query=1)
 
 
-def mixed_bucket(layers: str = ALL_LAYERS) -> Bucket:
+def mixed_bucket(name: str = ALL_LAYERS) -> Bucket:
     """Two prompts, and four rows of one token."""
-    layout = Layout(
-        tokens=LENGTH + 4, rows=6, blocks=17, row_edits=17, expert_edits=0, layers=len(layers)
-    )
+    layout = _layout(name, tokens=LENGTH + 4, rows=6)
     return Bucket(layout=layout, prefill_rows=2, max_query=LENGTH)
 
 
@@ -157,33 +134,72 @@ PREFILL, DECODE, MIXED = prefill_bucket(), decode_bucket(), mixed_bucket()
 
 
 @cache
-def program(bucket: Bucket, layers: str, dtype: str) -> Any:
+def program(bucket: Bucket, name: str, dtype: str) -> Any:
     """A jitted step; the state is donated, as the engine does."""
-    model = make_model(layers, dtype)
+    model = make_model(name, dtype)
     return jax.jit(
         partial(step, config=model.config, geometry=model.geometry, bucket=bucket),
         donate_argnums=1,
-        compiler_options=COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS | QUICK,
+    )
+
+
+def forward(
+    params: Params,
+    state: ArenaState,
+    array: jax.Array,
+    *,
+    config: ModelConfig,
+    geometry: Geometry,
+    bucket: Bucket,
+) -> tuple[ArenaState, jax.Array]:
+    """A step without its sampling, which takes half of the time to compile: all tokens' logits."""
+    control = unpack(array, bucket.layout)
+    state = apply_edits(state, control)
+    batch = make_batch(control, state.last_tokens)
+    decoder = bind(config, geometry.dtype, params)
+    memory = PagedMemory(config, geometry, state, batch, bucket.prefill_rows, bucket.max_query)
+    hidden, pages = decoder(batch.tokens, memory)
+    return dataclasses.replace(state, pages=pages[None]), decoder.logits(hidden)
+
+
+def jit_forward(model: Model, bucket: Bucket) -> Any:
+    return jax.jit(
+        partial(forward, config=model.config, geometry=model.geometry, bucket=bucket),
+        donate_argnums=1,
+        compiler_options=QUICK,
     )
 
 
 class Arena:
     """Poison, with the model's experts in it; gives blocks to rows as their tokens come.
 
-    Pages and kv_blocks are handed out in a random order of the seed.
+    Pages and kv_blocks are handed out in a random order of the seed. Blocks that no later token of
+    a row sees are taken back, and their pages are poison again; the tables still name them. With
+    `reuses` they are the next that are handed out.
     """
 
-    def __init__(self, layers: str = ALL_LAYERS, dtype: str = "float32", *, seed: int = 0) -> None:
-        self.layers = layers
-        self.model = make_model(layers, dtype)
+    def __init__(
+        self,
+        name: str = ALL_LAYERS,
+        dtype: str = "float32",
+        *,
+        seed: int = 0,
+        reuses: bool = False,
+    ) -> None:
+        self.name, self.reuses = name, reuses
+        self.model = make_model(name, dtype)
         geometry = self.model.geometry
-        self.block_size = geometry.block_size
-        max_blocks = 1 + TABLE_ROWS * (LENGTH // self.block_size)
-        num_pages = 1 + geometry.expert_pages + (max_blocks - 1) * geometry.num_layers
+        max_blocks = [1 + TABLE_ROWS * kind.blocks_for(LENGTH) for kind in geometry.kinds]
+        num_pages = 1 + geometry.expert_pages
+        for kind, blocks in zip(geometry.kinds, max_blocks, strict=True):
+            num_pages += (blocks - 1) * kind.pages_per_block
         rng = np.random.default_rng(seed)
         self._free_pages = (1 + rng.permutation(num_pages - 1)).tolist()
-        self._free_blocks = (1 + rng.permutation(max_blocks - 1)).tolist()
-        self._held: dict[int, int] = {}
+        self._free_blocks = [(1 + rng.permutation(n - 1)).tolist() for n in max_blocks]
+        # Kind → row → index in its table → (kv_block, *pages).
+        self.held: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in max_blocks]
+        self.num_given_back = 0
         pages = np.full((1, num_pages, geometry.page_words), format.POISON_WORD, np.uint32)
         gate_up, down = self._store_experts(pages[0])
         self.state = ArenaState(
@@ -191,8 +207,14 @@ class Arena:
             gate_up_pages=jnp.asarray(gate_up[None]),
             down_pages=jnp.asarray(down[None]),
             widths=jnp.full((1, *gate_up.shape[:2], 2), format.DENSE_WIDTH, jnp.int32),
-            block_pages=jnp.zeros((1, geometry.num_layers, max_blocks), jnp.int32),
-            block_tables=jnp.zeros((1, TABLE_ROWS, LENGTH // self.block_size), jnp.int32),
+            block_pages=tuple(
+                jnp.zeros((1, kind.pages_per_block, blocks), jnp.int32)
+                for kind, blocks in zip(geometry.kinds, max_blocks, strict=True)
+            ),
+            block_tables=tuple(
+                jnp.zeros((1, TABLE_ROWS, kind.blocks_for(LENGTH)), jnp.int32)
+                for kind in geometry.kinds
+            ),
             last_tokens=jnp.zeros(TABLE_ROWS, jnp.int32),
             marks=jnp.zeros((TABLE_ROWS, VOCAB), jnp.int32),
             bias_tokens=jnp.full((TABLE_ROWS, BIASES), VOCAB, jnp.int32),
@@ -202,11 +224,11 @@ class Arena:
     def _store_experts(self, pages: np.ndarray) -> list[np.ndarray]:
         geometry = self.model.geometry
         tables = [
-            np.zeros((geometry.num_moe_layers, EXPERTS, slots), np.int32)
+            np.zeros((geometry.num_moe_layers, geometry.num_experts, slots), np.int32)
             for slots in geometry.dense_pages
         ]
         for layer, experts in enumerate(self.model.stacked.values()):
-            for e in range(EXPERTS):
+            for e in range(geometry.num_experts):
                 gate, up = np.asarray(experts.gate_up[e])
                 matrices = format.stack_halves(gate, up), np.asarray(experts.down[e])
                 for table, matrix in zip(tables, matrices, strict=True):
@@ -217,21 +239,45 @@ class Arena:
 
     def control(self, rows: list[RowControl]) -> Control:
         """What the step is told, with the blocks that these tokens begin."""
-        block_edits, row_edits = [], []
+        edits = [KvEdits([], []) for _ in self.held]
         for row in rows:
-            while self._held.get(row.row, 0) * self.block_size < row.cached + len(row.tokens):
-                block = self._free_blocks.pop()
-                pages = [self._free_pages.pop() for _ in self.model.config.layers]
-                block_edits.append((block, *pages))
-                row_edits.append((row.row, self._held.get(row.row, 0), block))
-                self._held[row.row] = self._held.get(row.row, 0) + 1
-        return Control(rows, block_edits, row_edits, want_logprobs=True)
+            for number, kind in enumerate(self.model.geometry.kinds):
+                held = self.held[number].setdefault(row.row, {})
+                if row.tokens:
+                    self._give_back(number, row.row, kind.first_block(row.cached))
+                for index in range(
+                    kind.first_block(row.cached), kind.blocks_for(row.cached + len(row.tokens))
+                ):
+                    if index in held:
+                        continue
+                    block = self._free_blocks[number].pop()
+                    pages = [self._free_pages.pop() for _ in kind.layers]
+                    held[index] = (block, *pages)
+                    edits[number].blocks.append(held[index])
+                    edits[number].rows.append((row.row, index, block))
+        return Control(rows, edits, want_logprobs=True)
+
+    def _give_back(self, number: int, row: int, first: int) -> None:
+        """Takes the blocks of a row before its block `first`."""
+        held = self.held[number][row]
+        left = [held.pop(index) for index in sorted(held) if index < first]
+        if not left:
+            return
+        pages = np.array(self.state.pages)
+        for block, *ids in left:
+            pages[0, ids] = format.POISON_WORD
+            at = len(self._free_pages) if self.reuses else 0
+            self._free_pages[at:at] = ids
+            at = len(self._free_blocks[number]) if self.reuses else 0
+            self._free_blocks[number].insert(at, block)
+        self.state = dataclasses.replace(self.state, pages=jnp.asarray(pages))
+        self.num_given_back += len(left)
 
     def run(self, rows: list[RowControl], bucket: Bucket) -> StepOutput:
         return self.run_array(pack(self.control(rows), bucket.layout), bucket)
 
     def run_array(self, array: np.ndarray, bucket: Bucket) -> StepOutput:
-        run = program(bucket, self.layers, self.model.dtype)
+        run = program(bucket, self.name, self.model.dtype)
         self.state, output = run(self.model.params, self.state, jnp.asarray(array))
         found: StepOutput = jax.device_get(output)
         return found
@@ -248,11 +294,9 @@ class Arena:
 
     def copy(self) -> "Arena":
         """Another one with the same pages and tables."""
-        other = Arena.__new__(Arena)
-        other.__dict__ = {
-            name: value.copy() if isinstance(value, (list, dict)) else value
-            for name, value in self.__dict__.items()
-        }
+        other = copy.copy(self)
+        for name in ("_free_pages", "_free_blocks", "held"):
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
         other.state = jax.tree.map(jnp.copy, self.state)
         return other
 
@@ -270,8 +314,12 @@ def distribution(ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
 
 
 def state_arrays(state: ArenaState) -> dict[str, np.ndarray]:
-    return {
-        field.name: np.array(getattr(state, field.name))
-        for field in dataclasses.fields(state)
-        if getattr(state, field.name) is not None
-    }
+    """All arrays by name; of tables of several kinds of KV, `name.0` and so on."""
+    found = {}
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        if isinstance(value, tuple):
+            found |= {f"{field.name}.{i}": np.array(part) for i, part in enumerate(value)}
+        elif value is not None:
+            found[field.name] = np.array(value)
+    return found

@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from random_model import qwen1_5_moe_a2_7b
+from published import published_config
+from random_model import with_layers
 
 import aot
 from moejax.adjust import row_parts, start_row
 from moejax.arena.geometry import choose_geometry
-from moejax.arena.state import ArenaState
 from moejax.config import (
     Attention,
     LayerKind,
@@ -24,7 +24,8 @@ from moejax.config import (
 from moejax.models.decoder import abstract_params
 from moejax.models.step import COMPILER_OPTIONS, step
 from moejax_serving.batch import make_buckets
-from moejax_serving.memory import workspace_bytes
+from moejax_serving.loader import empty_state
+from moejax_serving.memory import most_blocks, workspace_bytes
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 MIB = 1 << 20
@@ -64,7 +65,14 @@ def with_dense_layers() -> ModelConfig:
     )
 
 
-MODELS = {"qwen1.5-moe": qwen1_5_moe_a2_7b(), "mixed": with_dense_layers()}
+MODELS = {"qwen1.5-moe": published_config("Qwen1.5-MoE-A2.7B"), "mixed": with_dense_layers()}
+# All parts of these families, at their published widths, with a few of their layers.
+FAMILIES = {
+    "deepseek-v2-lite": with_layers(published_config("DeepSeek-V2-Lite"), 3),
+    "gemma-4": with_layers(published_config("Gemma-4-26B-A4B"), 12),
+    "gpt-oss": with_layers(published_config("gpt-oss-20b"), 4),
+    "llama-4": with_layers(published_config("Llama-4-Scout"), 8),
+}
 BUCKETS = {
     "decode 1": lambda buckets: buckets.decode(1),
     "decode 16": lambda buckets: buckets.decode(ROWS),
@@ -84,43 +92,38 @@ def compile_for(device: str, program, arguments, **options):
 @functools.cache
 def compile_step(model: str, bucket_name: str, device: str):
     """(compiled program, bytes of the state, bound on its temporaries)"""
-    config = MODELS[model]
+    config = (MODELS | FAMILIES)[model]
     dtype = "float32" if device == "cpu" else "bfloat16"
     geometry = choose_geometry(config, dtype)
-    blocks_per_row = MAX_MODEL_LEN // geometry.block_size
     buckets = make_buckets(
         max_num_seqs=ROWS,
         max_num_batched_tokens=512,
-        block_size=geometry.block_size,
-        blocks_per_row=blocks_per_row,
-        layers=geometry.num_layers,
+        kinds=geometry.kinds,
+        max_model_len=MAX_MODEL_LEN,
     )
     bucket = BUCKETS[bucket_name](buckets)
     pages = DEVICE_BYTES[device] * 8 // 10 // geometry.page_bytes
-    layers, experts = geometry.num_moe_layers, geometry.num_experts
-    gate_up, down = geometry.dense_pages
-
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    state = ArenaState(
-        pages=jax.ShapeDtypeStruct((1, pages, geometry.page_words), jnp.uint32),
-        gate_up_pages=ints(1, layers, experts, gate_up),
-        down_pages=ints(1, layers, experts, down),
-        widths=ints(1, layers, experts, 2),
-        block_pages=ints(1, geometry.num_layers, pages // geometry.num_layers),
-        block_tables=ints(1, ROWS, blocks_per_row),
-        last_tokens=ints(ROWS),
-        marks=ints(ROWS, config.vocab_size),
-        bias_tokens=ints(ROWS, MAX_LOGIT_BIAS),
-        bias_values=jax.ShapeDtypeStruct((ROWS, MAX_LOGIT_BIAS), jnp.float32),
+    state = jax.eval_shape(
+        functools.partial(
+            empty_state,
+            geometry,
+            num_pages=pages,
+            rows=ROWS,
+            max_model_len=MAX_MODEL_LEN,
+            max_blocks=most_blocks(geometry, pages),
+            vocab_size=config.vocab_size,
+        )
     )
-    arguments = (abstract_params(config, dtype), state, ints(bucket.layout.size))
+    arguments = (
+        abstract_params(config, dtype),
+        state,
+        jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32),
+    )
     program = functools.partial(step, config=config, geometry=geometry, bucket=bucket)
     compiled = compile_for(
         device, program, arguments, donate_argnums=1, compiler_options=COMPILER_OPTIONS
     )
-    bound = workspace_bytes(config, geometry, bucket, blocks_per_row)
+    bound = workspace_bytes(config, geometry, bucket, MAX_MODEL_LEN)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), bound
 
 
@@ -137,6 +140,12 @@ def test_on_an_h200_the_arena_stays_in_place(model, bucket):
 
 
 @pytest.mark.parametrize("bucket", ["decode 1", "prefill 512"])  # the least and the most
+@pytest.mark.parametrize("model", FAMILIES)
+def test_on_an_h200_the_arena_stays_in_place_for_every_kind_of_layer(model, bucket):
+    test_on_an_h200_the_arena_stays_in_place(model, bucket)
+
+
+@pytest.mark.parametrize("bucket", ["decode 1", "prefill 512"])
 @pytest.mark.parametrize("model", MODELS)
 def test_on_a_cpu_the_arena_stays_in_place(model, bucket):
     compiled, state_bytes, bound = compile_step(model, bucket, "cpu")

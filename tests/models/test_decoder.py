@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.small_model import HIDDEN, VOCAB, make_config, make_model
+from models.small_configs import HIDDEN, VOCAB, make_config
+from models.small_model import make_model
 from moejax.models.decoder import (
     abstract_params,
     bind,

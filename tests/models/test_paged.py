@@ -1,21 +1,19 @@
 """Steps over the arena give what a forward pass over the whole sequence gives."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.small_configs import LENGTH, VOCAB
 from models.small_model import (
     DECODE,
-    LENGTH,
     MIXED,
     PREFILL,
     TABLE_ROWS,
-    VOCAB,
     Arena,
     distribution,
+    jit_forward,
+    log_softmax,
     make_model,
     prefill_bucket,
     row_of,
@@ -25,7 +23,7 @@ from models.small_model import (
 from moejax.arena import format
 from moejax.arena.control import Control, Layout, pack
 from moejax.models import paged
-from moejax.models.step import Bucket, StepOutput, step
+from moejax.models.step import Bucket, StepOutput
 
 TOLERANCE = 1e-4
 
@@ -229,15 +227,18 @@ def test_a_step_writes_the_places_of_its_tokens_and_nothing_else() -> None:
     control = arena.control([row_of(3, random_tokens(11))])
     arena.run_array(pack(control, PREFILL.layout), PREFILL)
     after = state_arrays(arena.state)
-    new_pages = {page for edit in control.block_edits for page in edit[1:]}
+    blocks = [edits.blocks for edits in control.kv_edits]
+    # Kinds: a with its window of 5; b; c with its window of 11. Blocks of b have 16 tokens.
+    assert [len(edits) for edits in blocks] == [2, 1, 2]
+    new_pages = {page for edits in blocks for _, *pages in edits for page in pages}
     changed = np.flatnonzero((after["pages"][0] != before["pages"][0]).any(axis=1))
     assert set(changed.tolist()) == new_pages
-    (_, *first_pages), (_, *second_pages) = control.block_edits
-    # KV heads of the layers: 2, 1, 2, 1, 2; each key and value has 6 words.
-    for page, heads in zip(second_pages, [2, 1, 2, 1, 2], strict=True):
-        words = after["pages"][0, page] == format.POISON_WORD
-        assert np.flatnonzero(words)[0] == 3 * 2 * heads * 6  # tokens 8, 9 and 10
-        assert words[3 * 2 * heads * 6 :].all()
+    # KV heads, tokens in the last block; each key and value has 6 words.
+    for edits, heads, tokens in zip(blocks, [2, 1, 2], [3, 11, 3], strict=True):
+        for page in edits[-1][1:]:
+            words = after["pages"][0, page] == format.POISON_WORD
+            assert np.flatnonzero(words)[0] == tokens * 2 * heads * 6
+            assert words[tokens * 2 * heads * 6 :].all()
     assert (after["pages"][0, 0] == format.POISON_WORD).all()
     for name in ("gate_up_pages", "down_pages", "widths"):
         np.testing.assert_array_equal(after[name], before[name])
@@ -324,9 +325,9 @@ def garbage(array: np.ndarray, layout: Layout, control: Control) -> np.ndarray:
         "tokens": sum(len(row.tokens) for row in control.rows),
         "targets": sum(len(row.tokens) for row in control.rows),
         "rows": len(control.rows),
-        "block_edits": len(control.block_edits),
-        "row_edits": len(control.row_edits),
     }
+    for i, edits in enumerate(control.kv_edits):
+        counts |= {f"block_edits.{i}": len(edits.blocks), f"row_edits.{i}": len(edits.rows)}
     for name, count in counts.items():
         shape = layout.sections[name]
         size = int(np.prod(shape))
@@ -359,7 +360,8 @@ def test_the_state_is_donated_and_the_arena_stays_where_it_is(bucket: Bucket) ->
     before = arena.state
     address = before.pages.unsafe_buffer_pointer()
     arena.run([row_of(0, [1])], bucket)
-    assert before.pages.is_deleted() and before.block_tables.is_deleted()
+    assert before.pages.is_deleted()
+    assert all(table.is_deleted() for table in (*before.block_tables, *before.block_pages))
     assert arena.state.pages.unsafe_buffer_pointer() == address
 
 
@@ -372,23 +374,22 @@ def test_the_size_of_a_tile_of_keys_changes_nothing(
     tokens = random_tokens(77)
     arena = Arena()
     model = make_model()
-    run = jax.jit(
-        partial(step, config=model.config, geometry=model.geometry, bucket=MIXED), donate_argnums=1
-    )
+    run = jit_forward(model, MIXED)
     wanted = whole_logprobs(model, tokens)
     empty = row_of(0, [], sample=False)
-    outputs = []
     for rows in (
         [row_of(1, tokens[:50]), row_of(4, tokens[:30])],
         [row_of(1, tokens[50:76], 50), empty, row_of(4, tokens[30:31], 30)],
         [empty, empty, row_of(1, tokens[76:], 76), row_of(4, tokens[31:32], 31)],
     ):
         control = pack(arena.control(rows), MIXED.layout)
-        arena.state, output = run(model.params, arena.state, jnp.asarray(control))
-        outputs.append(row_distributions(jax.device_get(output)))
-    found = [(0, 0, 50), (0, 1, 30), (1, 0, 76), (1, 2, 31), (2, 2, 77), (2, 3, 32)]
-    for step_number, place, length in found:
-        np.testing.assert_allclose(outputs[step_number][place], wanted[length - 1], atol=TOLERANCE)
+        arena.state, logits = run(model.params, arena.state, jnp.asarray(control))
+        at = 0
+        for row in rows:
+            end = at + len(row.tokens)
+            expected = wanted[row.cached : row.cached + len(row.tokens)]
+            np.testing.assert_allclose(log_softmax(logits[at:end]), expected, atol=TOLERANCE)
+            at = end
 
 
 # Another dtype.

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.small_model import VOCAB, Model, make_model
+from models.small_configs import VOCAB
+from models.small_model import QUICK, Model, make_model
 from moejax.config import ModelConfig
 from moejax.layers.experts import Stacked
 from moejax.models.decoder import Params
@@ -26,7 +27,7 @@ def model() -> Model:
     return make_model(LAYERS)
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
+@partial(jax.jit, static_argnames=("config", "dtype"), compiler_options=QUICK)
 def run(
     stacked: dict[int, Stacked], params: Params, tokens: jax.Array, config: ModelConfig, dtype: str
 ) -> tuple[tuple[jax.Array, jax.Array], dict[int, Stacked]]:

@@ -1,6 +1,7 @@
 """kv_blocks: shared, kept for prompts that begin the same, and taken again when they are needed."""
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Callable
 
@@ -11,28 +12,38 @@ from hypothesis import strategies as st
 
 from moejax_serving.kv_blocks import BlockPool, KvBlock, next_key, root_key
 from moejax_serving.pages import Owner, PagePool
+from serving.scheduling import make_kind
 
 KEYS = [bytes([65 + i]) for i in range(6)]
 A, B, C, D, *_ = KEYS
 
 
+def pool_of(pages: PagePool, *, pages_per_block: int = 2, max_blocks: int) -> BlockPool:
+    """A pool of one kind."""
+    return BlockPool(pages, [make_kind(layers=pages_per_block)], [max_blocks])
+
+
 def make_pool(num_blocks: int, pages_per_block: int = 2) -> BlockPool:
-    """A pool whose pages suffice for exactly its blocks."""
+    """A pool of one kind, whose pages suffice for exactly its blocks."""
     pages = PagePool(1 + num_blocks * pages_per_block)
-    return BlockPool(pages, pages_per_block, num_blocks + 1)
+    return pool_of(pages, pages_per_block=pages_per_block, max_blocks=num_blocks + 1)
 
 
-def take(pool: BlockPool, key: bytes | None = None) -> KvBlock:
+def take(pool: BlockPool, key: bytes | None = None, kind: int = 0) -> KvBlock:
     """A block of one user; with a key it is in the cache."""
-    block = pool.take()
+    block = pool.take(kind)
     assert block is not None
     if key is not None:
         pool.register(block, key)
     return block
 
 
-def counts(pool: BlockPool) -> tuple[int, int, int]:
-    return pool.num_used, pool.num_idle, pool.num_available
+def counts(pool: BlockPool) -> tuple[int, int]:
+    return pool.num_used, pool.num_idle
+
+
+def page_counts(pool: BlockPool) -> tuple[int, int]:
+    return pool.num_used_pages, pool.num_available_pages
 
 
 # Taking.
@@ -40,17 +51,17 @@ def counts(pool: BlockPool) -> tuple[int, int, int]:
 
 def test_blocks_by_hand() -> None:
     pages = PagePool(8)
-    pool = BlockPool(pages, pages_per_block=3, max_blocks=10)
-    assert counts(pool) == (0, 0, 2)
+    pool = pool_of(pages, pages_per_block=3, max_blocks=10)
+    assert (counts(pool), page_counts(pool)) == ((0, 0), (0, 7))
     first, second = take(pool), take(pool)
     assert (first.number, second.number) == (1, 2)  # block 0 is poison
     assert sorted(first.pages + second.pages) == [1, 2, 3, 4, 5, 6]
-    assert (first.users, first.key) == (1, None)
+    assert (first.kind, first.users, first.key) == (0, 1, None)
     assert pages.count(Owner.KV) == 6
-    assert pool.take() is None  # one page is left
-    assert counts(pool) == (2, 0, 0)
+    assert pool.take(0) is None  # one page is left
+    assert (counts(pool), page_counts(pool)) == ((2, 0), (6, 1))
     pool.release([first])
-    assert counts(pool) == (1, 0, 1)
+    assert (counts(pool), page_counts(pool)) == ((1, 0), (3, 4))
     assert pages.num_free == 4
     assert take(pool).number == first.number
     pool.check()
@@ -58,21 +69,89 @@ def test_blocks_by_hand() -> None:
 
 def test_numbers_may_run_out_before_pages_and_take_no_page() -> None:
     pages = PagePool(100)
-    pool = BlockPool(pages, pages_per_block=2, max_blocks=3)
-    assert pool.num_available == 2
+    pool = pool_of(pages, max_blocks=3)
     take(pool), take(pool)
-    assert pool.take() is None
+    assert pool.take(0) is None
     assert pages.count(Owner.KV) == 4
+    pool.check()
 
 
 def test_pages_that_weights_hold_are_no_blocks() -> None:
     pages = PagePool(10)
-    pool = BlockPool(pages, pages_per_block=2, max_blocks=5)
+    pool = pool_of(pages, max_blocks=5)
     assert pages.take(6, Owner.WEIGHTS) is not None
-    assert pool.num_available == 1
+    assert page_counts(pool) == (0, 3)
     take(pool)
-    assert pool.take() is None
+    assert pool.take(0) is None
     pool.check()
+
+
+# Kinds.
+
+
+def test_each_kind_has_its_own_numbers_and_all_take_the_same_pages() -> None:
+    pages = PagePool(9)
+    pool = BlockPool(pages, [make_kind(layers=3), make_kind(layers=1)], [3, 9])
+    a, b, c = take(pool), take(pool, kind=1), take(pool)
+    assert [(block.kind, block.number) for block in (a, b, c)] == [(0, 1), (1, 1), (0, 2)]
+    assert [len(block.pages) for block in (a, b, c)] == [3, 1, 3]
+    assert sorted(a.pages + b.pages + c.pages) == [1, 2, 3, 4, 5, 6, 7]
+    assert page_counts(pool) == (7, 1)
+    assert pool.take(0) is None
+    assert take(pool, kind=1).number == 2
+    assert pool.take(1) is None
+    pool.check()
+
+
+def test_a_block_takes_the_pages_of_cached_blocks_of_any_kind_and_no_more_than_it_needs() -> None:
+    """Left in this order: A of kind 1, B of kind 0, C and D of kind 1."""
+    pages = PagePool(1 + 3 + 3 * 1)
+    pool = BlockPool(pages, [make_kind(layers=3), make_kind(layers=1)], [3, 7])
+    for key, kind in ((A, 1), (B, 0), (C, 1), (D, 1)):
+        pool.release([take(pool, key, kind)])
+    assert page_counts(pool) == (0, 6)
+    block = take(pool, kind=0)
+    assert [pool.get(key) is not None for key in (A, B, C, D)] == [False, False, True, True]
+    assert len(block.pages) == 3
+    assert page_counts(pool) == (3, 3)
+    pool.check()
+    pool.release([take(pool, kind=1)])  # of the page that was left of A and B
+    assert pool.get(C) is not None
+
+
+def test_a_block_that_does_not_fit_drops_nothing() -> None:
+    pool = BlockPool(PagePool(4), [make_kind(layers=3), make_kind(layers=1)], [2, 4])
+    pool.release([take(pool, A, 1), take(pool, B, 1)])
+    used = take(pool, kind=1)
+    assert pool.take(0) is None
+    assert pool.num_idle == 2
+    pool.release([used])
+    assert take(pool).kind == 0
+    assert pool.num_idle == 0
+
+
+def test_where_a_number_is_missing_a_cached_block_of_that_kind_goes() -> None:
+    """Though one of another kind was left before."""
+    pool = BlockPool(PagePool(9), [make_kind(layers=1), make_kind(layers=2)], [3, 9])
+    for key, kind in ((A, 1), (B, 0), (C, 0)):
+        pool.release([take(pool, key, kind)])
+    block = take(pool)
+    assert [pool.get(key) is not None for key in (A, B, C)] == [True, False, True]
+    assert block.number == 1
+    pool.check()
+
+
+def test_a_kind_whose_numbers_are_in_use_takes_none_from_others() -> None:
+    pool = BlockPool(PagePool(9), [make_kind(layers=1), make_kind(layers=2)], [2, 9])
+    take(pool)
+    pool.release([take(pool, A, 1)])
+    assert pool.take(0) is None
+    assert pool.get(A) is not None
+
+
+def test_each_kind_needs_its_number_of_blocks() -> None:
+    with pytest.raises(ValueError, match="3 numbers of kv_blocks for 2 kinds"):
+        BlockPool(PagePool(9), [make_kind(), make_kind()], [1, 2, 3])
 
 
 # Users.
@@ -84,9 +163,9 @@ def test_a_block_comes_back_with_its_last_user() -> None:
     pool.share(block)
     assert block.users == 2
     pool.release([block])
-    assert counts(pool) == (1, 0, 1)
+    assert counts(pool) == (1, 0)
     pool.release([block])
-    assert counts(pool) == (0, 0, 2)
+    assert (counts(pool), page_counts(pool)) == ((0, 0), (0, 4))
     pool.check()
 
 
@@ -94,10 +173,10 @@ def test_a_block_with_a_key_stays_for_the_next_user() -> None:
     pool = make_pool(2)
     block = take(pool, A)
     pool.release([block])
-    assert counts(pool) == (0, 1, 2)
+    assert (counts(pool), page_counts(pool)) == ((0, 1), (0, 4))
     assert pool.find([A]) == [block]
     pool.share(block)
-    assert (block.users, counts(pool)) == (1, (1, 0, 1))
+    assert (block.users, counts(pool), page_counts(pool)) == (1, (1, 0), (2, 2))
     pool.check()
     pool.release([block])
     assert pool.find([A]) == [block]
@@ -123,6 +202,7 @@ def test_blocks_are_found_up_to_the_first_that_is_not_there() -> None:
     assert pool.find([A, B, C, D]) == [a, b]
     assert pool.find([C, A]) == []
     assert pool.find([D, A]) == [d, a]
+    assert [pool.get(key) for key in (A, B, C, D)] == [a, b, None, d]
 
 
 def test_keys_are_asked_for_no_further_than_they_are_found() -> None:
@@ -141,7 +221,7 @@ def test_of_two_blocks_with_one_key_the_first_is_found_and_the_second_is_not_kep
     pool.release([first])
     pool.release([second])
     assert pool.find([A]) == [first]
-    assert counts(pool) == (0, 1, 3)
+    assert (counts(pool), page_counts(pool)) == ((0, 1), (0, 6))
     pool.check()
 
 
@@ -187,7 +267,7 @@ def test_a_block_in_use_is_never_taken_though_it_was_left_before() -> None:
     pool.release([b])
     pool.share(a)
     assert take(pool).number == b.number
-    assert pool.take() is None
+    assert pool.take(0) is None
     assert pool.find([A]) == [a]
     pool.check()
 
@@ -195,10 +275,10 @@ def test_a_block_in_use_is_never_taken_though_it_was_left_before() -> None:
 def test_a_block_goes_when_weights_have_taken_the_free_pages() -> None:
     """Numbers are left, pages are not."""
     pages = PagePool(7)
-    pool = BlockPool(pages, pages_per_block=2, max_blocks=6)
+    pool = pool_of(pages, max_blocks=6)
     pool.release([take(pool, A)])
     assert pages.take(3, Owner.WEIGHTS) is not None  # one is left
-    assert pool.num_available == 1
+    assert page_counts(pool) == (0, 3)
     take(pool)
     assert pool.find([A]) == []
     assert pages.num_free == 1
@@ -215,17 +295,17 @@ def test_a_forgotten_block_is_not_found_and_its_users_keep_it() -> None:
     pool.forget([used, idle])
     assert pool.find([A]) == pool.find([B]) == []
     assert (used.users, used.key) == (1, None)
-    assert counts(pool) == (1, 0, 1)
+    assert (counts(pool), page_counts(pool)) == ((1, 0), (2, 2))
     pool.check()
     pool.release([used])
-    assert counts(pool) == (0, 0, 2)
+    assert (counts(pool), page_counts(pool)) == ((0, 0), (0, 4))
 
 
 def test_a_block_without_a_key_may_be_forgotten() -> None:
     pool = make_pool(1)
     block = take(pool)
     pool.forget([block])
-    assert counts(pool) == (1, 0, 0)
+    assert (counts(pool), page_counts(pool)) == ((1, 0), (2, 0))
     pool.check()
 
 
@@ -242,10 +322,22 @@ def test_forget_all_leaves_only_what_is_in_use() -> None:
     pool.release(idle)
     pool.forget_all()
     assert [pool.find([key]) for key in (A, B, C)] == [[], [], []]
-    assert counts(pool) == (1, 0, 3)
+    assert (counts(pool), page_counts(pool)) == ((1, 0), (2, 6))
     pool.check()
     pool.release([used])
-    assert counts(pool) == (0, 0, 4)
+    assert (counts(pool), page_counts(pool)) == ((0, 0), (0, 8))
+
+
+def test_keys_are_forgotten_whether_their_blocks_are_in_use_or_not() -> None:
+    pool = make_pool(4)
+    used, idle, other = take(pool, A), take(pool, B), take(pool, C)
+    pool.release([idle])
+    pool.forget_keys([B, D, A, A])
+    assert pool.get(A) is pool.get(B) is None
+    assert pool.get(C) is other
+    assert (used.users, used.key) == (1, None)
+    assert (counts(pool), page_counts(pool)) == ((2, 0), (4, 4))
+    pool.check()
 
 
 # Wrong calls.
@@ -268,12 +360,12 @@ def test_a_block_that_is_not_held_is_refused(
     pool = make_pool(2)
     block = take(pool)
     if is_forged:
-        wrong = KvBlock(block.number, block.pages)
+        wrong = KvBlock(block.number, block.kind, block.pages)
     else:
         wrong = take(pool)
         pool.release([wrong])
     before = counts(pool)
-    with pytest.raises(ValueError, match=f"kv_block {wrong.number} is not held"):
+    with pytest.raises(ValueError, match=f"kv_block {wrong.number} of kind 0 is not held"):
         call(pool, wrong)
     assert counts(pool) == before
     assert (block.users, block.key) == (1, None)
@@ -298,7 +390,7 @@ def test_a_block_that_the_cache_has_dropped_is_refused(
     pool.release([old])
     new = take(pool, A)
     assert new.number == old.number
-    with pytest.raises(ValueError, match=f"kv_block {old.number} is not held"):
+    with pytest.raises(ValueError, match=f"kv_block {old.number} of kind 0 is not held"):
         call(pool, old)
     assert pool.find([A]) == [new]
     pool.check()
@@ -308,9 +400,9 @@ def test_a_block_without_users_cannot_be_released() -> None:
     pool = make_pool(1)
     block = take(pool, A)
     pool.release([block])
-    with pytest.raises(ValueError, match=f"kv_block {block.number} has no user"):
+    with pytest.raises(ValueError, match=f"kv_block {block.number} of kind 0 has no user"):
         pool.release([block])
-    assert counts(pool) == (0, 1, 1)
+    assert (counts(pool), page_counts(pool)) == ((0, 1), (0, 2))
     pool.check()
 
 
@@ -318,7 +410,15 @@ def test_a_block_without_users_cannot_be_released() -> None:
 
 
 def break_lost(pool: BlockPool) -> None:
-    pool._free.pop()
+    pool._free[0].pop()
+
+
+def break_number(pool: BlockPool) -> None:
+    pool._free[0][0] = 0
+
+
+def break_both(pool: BlockPool) -> None:
+    pool._free[0][0] = pool.find([A])[0].number
 
 
 def break_pages(pool: BlockPool) -> None:
@@ -326,8 +426,11 @@ def break_pages(pool: BlockPool) -> None:
 
 
 def break_twice(pool: BlockPool) -> None:
-    first, second, *_ = pool._blocks.values()
-    second.pages = first.pages
+    pool.find([A])[0].pages = pool.find([B])[0].pages
+
+
+def break_idle_pages(pool: BlockPool) -> None:
+    pool._num_idle_pages = 0
 
 
 def break_users(pool: BlockPool) -> None:
@@ -349,22 +452,24 @@ def break_key(pool: BlockPool) -> None:
 
 
 def break_cached(pool: BlockPool) -> None:
-    pool._cached[C] = KvBlock(2, (), key=C)
+    pool._cached[C] = KvBlock(2, 0, (), key=C)
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (break_lost, r"1 free \+ 2 held \+ poison != 5"),
+        (break_lost, r"kind 0: 1 free \+ 2 held \+ poison are not the numbers of 5 kv_blocks"),
+        (break_number, r"kind 0: 2 free \+ 2 held \+ poison are not the numbers of 5 kv_blocks"),
+        (break_both, r"kind 0: 2 free \+ 2 held \+ poison are not the numbers of 5 kv_blocks"),
         (break_pages, "kv_blocks hold 4 pages, the pool counts 5"),
         (break_twice, "kv_blocks hold 4 pages, the pool counts 4"),
-        (break_users, "kv_block 1 has 0 users"),
-        (break_idle, "kv_block 2 has 1 users"),
-        (break_nobody, "kv_block 2 is kept for nobody"),
-        (break_key, "the cache holds kv_block 1, which is not"),
-        (break_cached, "the cache holds kv_block 2, which is not"),
+        (break_idle_pages, "2 pages are idle, 0 are counted"),
+        (break_users, "kv_block 1 of kind 0 has 0 users"),
+        (break_idle, "kv_block 2 of kind 0 has 1 users"),
+        (break_nobody, "kv_block 2 of kind 0 is kept for nobody"),
+        (break_key, "the cache holds kv_block 1 of kind 0, which is not"),
+        (break_cached, "the cache holds kv_block 2 of kind 0, which is not"),
     ],
-    ids=["lost", "pages", "twice", "users", "idle", "nobody", "key", "cached"],
 )
 def test_broken_books_are_found(break_it: Callable[[BlockPool], None], message: str) -> None:
     pool = make_pool(4)
@@ -386,15 +491,20 @@ class Machine(stateful.RuleBasedStateMachine):
     """
 
     @stateful.initialize(
-        pages_per_block=st.integers(1, 3),
+        kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=3),
         num_pages=st.integers(0, 14),
-        num_numbers=st.integers(0, 6),
     )
-    def start(self, pages_per_block: int, num_pages: int, num_numbers: int) -> None:
-        self.per_block = pages_per_block
+    def start(self, kinds: list[tuple[int, int]], num_pages: int) -> None:
+        """`kinds`: pages per block, and blocks that have numbers."""
+        self.per_block = [per_block for per_block, _ in kinds]
+        self.free_numbers = [num for _, num in kinds]
         self.pages = PagePool(1 + num_pages)
-        self.pool = BlockPool(self.pages, pages_per_block, 1 + num_numbers)
-        self.free_pages, self.free_numbers = num_pages, num_numbers
+        self.pool = BlockPool(
+            self.pages,
+            [make_kind(layers=per_block) for per_block in self.per_block],
+            [1 + num for num in self.free_numbers],
+        )
+        self.free_pages = num_pages
         self.weights: list[list[int]] = []
         self.sequences: list[list[KvBlock]] = []
         self.keys: dict[bytes, KvBlock] = {}
@@ -407,33 +517,44 @@ class Machine(stateful.RuleBasedStateMachine):
     def key(self, block: KvBlock) -> bytes | None:
         return next((key for key, held in self.keys.items() if held is block), None)
 
+    def count(self, block: KvBlock, sign: int) -> None:
+        """A block is made (-1) or dropped (1)."""
+        self.free_pages += sign * self.per_block[block.kind]
+        self.free_numbers[block.kind] += sign
+
     @property
-    def num_fresh(self) -> int:
-        return min(self.free_numbers, self.free_pages // self.per_block)
+    def idle_pages(self) -> int:
+        return sum(self.per_block[block.kind] for block in self.idle)
 
-    def drop(self, count: int = 1) -> None:
-        self.free_pages += count * self.per_block
-        self.free_numbers += count
+    def evicted(self, kind: int) -> list[KvBlock] | None:
+        """The blocks that must go for one of a kind; None if it cannot be made."""
+        needed = self.per_block[kind]
+        if self.free_pages + self.idle_pages < needed:
+            return None
+        if self.free_numbers[kind] == 0:
+            return [block for block in self.idle if block.kind == kind][:1] or None
+        freed = [0, *itertools.accumulate(self.per_block[block.kind] for block in self.idle)]
+        return self.idle[: next(n for n, f in enumerate(freed) if self.free_pages + f >= needed)]
 
-    @stateful.rule(n=st.integers(0, 3), data=st.data())
-    def take(self, n: int, data: st.DataObject) -> None:
+    @stateful.rule(wanted=st.lists(st.integers(0, 2), max_size=3), data=st.data())
+    def take(self, wanted: list[int], data: st.DataObject) -> None:
         """A sequence grows, or a new one starts."""
         grown = data.draw(st.sampled_from([*self.sequences, []]))
         if not any(sequence is grown for sequence in self.sequences):
             self.sequences.append(grown)
-        for _ in range(n):
-            must_evict, can_evict = self.num_fresh == 0, bool(self.idle)
-            block = self.pool.take()
-            assert (block is None) == (must_evict and not can_evict)
-            if block is None:
+        for kind in (number % len(self.per_block) for number in wanted):
+            gone = self.evicted(kind)
+            block = self.pool.take(kind)
+            assert (block is None) == (gone is None)
+            if block is None or gone is None:
                 break
-            if must_evict:
-                oldest = self.idle.pop(0)
-                del self.keys[self.key(oldest) or b""]
-                self.drop()
-                assert block is not oldest
+            assert block.kind == kind
+            for old in gone:
+                self.idle.remove(old)
+                self.keys = {key: held for key, held in self.keys.items() if held is not old}
+                self.count(old, 1)
             grown.append(block)
-            self.drop(-1)
+            self.count(block, -1)
 
     @stateful.rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def share(self, keys: list[bytes]) -> None:
@@ -462,7 +583,7 @@ class Machine(stateful.RuleBasedStateMachine):
         for block in reversed(left):
             if self.users(block) == 0:
                 if self.key(block) is None:
-                    self.drop()
+                    self.count(block, 1)
                 else:
                     self.idle.append(block)
 
@@ -473,7 +594,7 @@ class Machine(stateful.RuleBasedStateMachine):
                 del self.keys[key]
             if block in self.idle:
                 self.idle.remove(block)
-                self.drop()
+                self.count(block, 1)
 
     @stateful.rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
@@ -482,6 +603,11 @@ class Machine(stateful.RuleBasedStateMachine):
         blocks = list(blocks)
         self.pool.forget(blocks)
         self.forget_model(blocks)
+
+    @stateful.rule(keys=st.lists(st.sampled_from(KEYS)))
+    def forget_keys(self, keys: list[bytes]) -> None:
+        self.pool.forget_keys(keys)
+        self.forget_model([self.keys[key] for key in set(keys) & set(self.keys)])
 
     @stateful.rule()
     def forget_all(self) -> None:
@@ -510,10 +636,11 @@ class Machine(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def it_counts_what_the_model_counts(self) -> None:
-        held = {block.number for sequence in self.sequences for block in sequence}
+        held = {block for sequence in self.sequences for block in sequence}
         assert self.pool.num_used == len(held)
+        assert self.pool.num_used_pages == sum(self.per_block[block.kind] for block in held)
         assert self.pool.num_idle == len(self.idle)
-        assert self.pool.num_available == self.num_fresh + len(self.idle)
+        assert self.pool.num_available_pages == self.free_pages + self.idle_pages
         assert self.pages.num_free == self.free_pages
 
     @stateful.invariant()
@@ -525,6 +652,7 @@ class Machine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def exactly_the_keys_of_the_model_are_found(self) -> None:
         for key in KEYS:
+            assert self.pool.get(key) is self.keys.get(key)
             assert self.pool.find([key]) == ([self.keys[key]] if key in self.keys else [])
 
     @stateful.invariant()
@@ -534,21 +662,21 @@ class Machine(stateful.RuleBasedStateMachine):
         pages += [page for taken in self.weights for page in taken]
         assert len(set(pages)) == len(pages)
         assert 0 not in pages
-        numbers = [block.number for block in blocks]
+        numbers = [(block.kind, block.number) for block in blocks]
         assert len(set(numbers)) == len(numbers)
-        assert 0 not in numbers
+        assert all(number > 0 for _, number in numbers)
 
     def teardown(self) -> None:
         """Everything can be taken, one block after the other, once all sequences have left."""
         for sequence in self.sequences:
             self.pool.release(sequence)
-        free = min(
-            self.pool.max_blocks - 1,
-            (self.pages.num_free + self.per_block * self.pool.num_idle) // self.per_block,
-        )
-        while self.pool.take() is not None:
-            free -= 1
-        assert free == 0
+        left = self.pool.num_available_pages
+        for kind, per_block in enumerate(self.per_block):
+            count = min(self.pool.max_blocks[kind] - 1, left // per_block)
+            for _ in range(count):
+                assert self.pool.take(kind) is not None
+            assert self.pool.take(kind) is None
+            left -= count * per_block
         self.pool.check()
 
 

@@ -1,99 +1,15 @@
-"""Which sequences run: examples by hand, then any order of events."""
+"""Which sequences run: examples by hand, with one kind of KV that sees everything."""
 
-import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
-import hypothesis
 import pytest
-from hypothesis import stateful
-from hypothesis import strategies as st
 
+from moejax.arena.kinds import KvKind
 from moejax.errors import CapacityError
-from moejax_serving.kv_blocks import BlockPool, root_key
+from moejax_serving.kv_blocks import BlockPool
 from moejax_serving.pages import PagePool
-from moejax_serving.sampling_params import SamplingParams
-from moejax_serving.scheduler import RowPlan, Scheduler, StepPlan
-from moejax_serving.sequence import Sequence
-
-LAYERS = 2
-
-
-class Setup:
-    """A scheduler over its pools."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 10,
-        block_size: int = 4,
-        max_num_seqs: int = 3,
-        max_prefill_seqs: int = 2,
-        max_num_batched_tokens: int = 8,
-        max_row_edits: int = 100,
-        has_cache: bool = True,
-    ) -> None:
-        self.block_size = block_size
-        self.pages = PagePool(1 + LAYERS * num_blocks)
-        self.blocks = BlockPool(self.pages, LAYERS, num_blocks + 1)
-        self.scheduler = Scheduler(
-            self.blocks,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_prefill_seqs=max_prefill_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_row_edits=max_row_edits,
-            cache_root=root_key("model") if has_cache else None,
-        )
-        self.names: dict[int, str] = {}
-
-    def add(self, name: str, prompt: int | list[int], max_tokens: int, **options: bool) -> Sequence:
-        number = len(self.names)
-        # Prompts of a length alone share nothing.
-        ids = [1000 * number + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-        sequence = Sequence(
-            number=number,
-            prompt_token_ids=ids,
-            params=SamplingParams(max_tokens=1000),
-            max_tokens=max_tokens,
-            seed=0,
-            **options,
-        )
-        self.names[number] = name
-        self.scheduler.add(sequence)
-        return sequence
-
-    def plan(self) -> StepPlan:
-        plan = self.scheduler.plan()
-        assert plan is not None
-        self.check()
-        return plan
-
-    def step(self) -> StepPlan:
-        """A step whose results have come."""
-        plan = self.plan()
-        self.land(plan)
-        return plan
-
-    def land(self, plan: StepPlan) -> None:
-        """What the engine does with a step's results."""
-        for row in plan.rows:
-            sequence = row.sequence
-            sequence.num_pending -= row.sample
-            if row.sample and not sequence.is_finished:
-                sequence.output_token_ids.append(7)
-                self.scheduler.offer(sequence)
-                if len(sequence.output_token_ids) == sequence.max_tokens:
-                    self.scheduler.finish(sequence)
-        self.check()
-
-    def shown(self, plan: StepPlan) -> list[tuple[str, int, int]]:
-        return [(self.names[row.sequence.number], row.start, row.count) for row in plan.rows]
-
-    def check(self) -> None:
-        self.scheduler.check()
-        self.pages.check()
-
+from moejax_serving.scheduler import Scheduler
+from serving.scheduling import Setup, entries, held, make_kind, make_pool
 
 # Steps by hand.
 
@@ -104,18 +20,18 @@ def test_a_prompt_is_cut_into_chunks_and_then_decoded() -> None:
     plan = setup.step()
     assert setup.shown(plan) == [("a", 0, 8)]
     assert not plan.rows[0].sample and plan.rows[0].starts_row
-    assert [index for _, index, _ in plan.row_blocks] == [0, 1]
+    assert entries(plan, sequence) == [0, 1]
     assert len(plan.prefill) == 1 and plan.decode == ()
     plan = setup.step()
     assert setup.shown(plan) == [("a", 8, 2)]
     assert plan.rows[0].sample  # the last prompt token chooses the first of the output
     assert not plan.rows[0].starts_row
-    assert [index for _, index, _ in plan.row_blocks] == [2]
+    assert entries(plan, sequence) == [2]
     plan = setup.step()
     assert setup.shown(plan) == [("a", 10, 1)]
     assert plan.new_blocks == () and plan.prefill == ()
     assert setup.shown(setup.plan()) == [("a", 11, 1)]
-    assert len(sequence.blocks) == 3  # 12 cached tokens; the 13th is only given out
+    assert len(held(sequence)) == 3  # 12 cached tokens; the 13th is only given out
 
 
 def test_a_plan_runs_ahead_of_the_results() -> None:
@@ -160,11 +76,11 @@ def test_sequences_wait_for_a_row() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     setup = Setup(num_blocks=3, block_size=4)
-    with pytest.raises(CapacityError, match="14 tokens need 4 kv_blocks of 4 tokens, .* holds 3"):
+    message = "^14 tokens need 8 pages of KV, the memory holds 6$"
+    with pytest.raises(CapacityError, match=message):
         setup.add("a", prompt=10, max_tokens=4)
     setup.add("b", prompt=10, max_tokens=3)  # its last token is not cached
-    while setup.scheduler.running or setup.scheduler.waiting:
-        setup.step()
+    setup.run()
 
 
 def test_a_prompt_is_admitted_when_all_of_it_fits() -> None:
@@ -178,6 +94,19 @@ def test_a_prompt_is_admitted_when_all_of_it_fits() -> None:
     assert setup.scheduler.counts.preemptions == 0
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "num_blocks", "fits"), [(2, 3, False), (2, 4, True), (1, 3, True)]
+)
+def test_room_is_left_for_what_those_that_run_are_still_to_take(
+    max_tokens: int, num_blocks: int, fits: bool
+) -> None:
+    """One block for the second token of a, if there is one, and one more that a may need later."""
+    setup = Setup(num_blocks=num_blocks, block_size=4, has_cache=False)
+    setup.add("a", prompt=4, max_tokens=max_tokens)
+    setup.add("b", prompt=4, max_tokens=1)
+    assert setup.shown(setup.step()) == [("a", 0, 4)] + [("b", 0, 4)] * fits
+
+
 # Preemption.
 
 
@@ -189,7 +118,7 @@ def test_where_blocks_run_out_the_youngest_gives_its_own_back() -> None:
     assert setup.shown(setup.step()) == [("a", 3, 1), ("b", 3, 1)]
     assert setup.shown(setup.step()) == [("a", 4, 1)]  # takes the last block; b has none
     assert setup.scheduler.counts.preemptions == 1
-    assert (b.row, b.blocks, b.num_cached, len(b.output_token_ids)) == (None, [], 0, 2)
+    assert (b.row, held(b), b.num_cached, len(b.output_token_ids)) == (None, [], 0, 2)
     while not a.is_finished:
         assert setup.shown(setup.step())[0][0] == "a"
     plan = setup.step()
@@ -239,14 +168,24 @@ def test_a_prompt_that_begins_the_same_takes_the_blocks_that_are_there() -> None
     plan = setup.step()
     assert setup.shown(plan) == [("b", 8, 2), ("a", 10, 1)]
     assert b.num_hits == 8 and a.num_hits == 0
-    assert b.blocks[:2] == a.blocks[:2] and b.blocks[2] is not a.blocks[2]
-    assert [block.users for block in b.blocks] == [2, 2, 1]
+    assert held(b)[:2] == held(a)[:2] and held(b)[2] is not held(a)[2]
+    assert [block.users for block in held(b)] == [2, 2, 1]
     # The table of b's row is told of the shared blocks; their pages it knows.
-    shown = [(index, block) for sequence, index, block in plan.row_blocks if sequence is b]
-    assert [index for index, _ in shown] == [0, 1, 2]
-    assert plan.new_blocks == (b.blocks[2],)
+    assert entries(plan, b) == [0, 1, 2]
+    assert plan.new_blocks == (held(b)[2],)
     counts = setup.scheduler.counts
     assert (counts.prefix_queries, counts.prefix_hits) == (20, 8)
+
+
+def test_blocks_that_others_use_take_no_room() -> None:
+    """b needs one block, and one is to be left for a."""
+    for num_blocks, fits in ((4, False), (5, True)):
+        setup = Setup(num_blocks=num_blocks, max_num_batched_tokens=32)
+        setup.add("a", list(range(9)), max_tokens=3)
+        setup.step()
+        assert setup.blocks.num_used == 3
+        setup.add("b", [*range(8), 99], max_tokens=1)
+        assert setup.shown(setup.step()) == [("a", 9, 1)] + [("b", 8, 1)] * fits
 
 
 def test_prompts_of_one_step_share_too() -> None:
@@ -255,7 +194,7 @@ def test_prompts_of_one_step_share_too() -> None:
     plan = setup.step()
     # One token is left of each: such rows are decodes.
     assert setup.shown(plan) == [("a", 0, 9), ("b", 8, 1), ("c", 8, 1)]
-    assert [s.blocks[:2] == sequences[0].blocks[:2] for s in sequences] == [True] * 3
+    assert [held(s)[:2] == held(sequences[0])[:2] for s in sequences] == [True] * 3
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -324,8 +263,41 @@ def test_what_a_broken_sequence_cached_is_not_found() -> None:
     assert b.num_hits == 0
 
 
+def test_what_a_broken_sequence_cached_is_not_offered_by_those_who_share_it() -> None:
+    setup = Setup(max_num_batched_tokens=32)
+    a = setup.add("a", list(range(9)), max_tokens=9)
+    b = setup.add("b", list(range(9)), max_tokens=9)
+    setup.step()
+    assert b.num_hits == 8
+    setup.scheduler.finish(a, is_broken=True)
+    for _ in range(4):
+        setup.step()
+    assert [block.key is not None for block in held(b)] == [False, False, True, False]
+    c = setup.add("c", list(range(9)), max_tokens=1)
+    setup.step()
+    assert c.num_hits == 0
+
+
+def test_a_broken_sequence_that_waits_has_cached_something_too() -> None:
+    """It was preempted before the token came that shows that it is broken."""
+    setup = Setup(num_blocks=5, block_size=2)
+    a = setup.add("a", prompt=3, max_tokens=5)
+    b = setup.add("b", [501, 502, 503], max_tokens=5)
+    plan = setup.plan()
+    setup.plan()
+    assert setup.shown(setup.plan()) == [("a", 4, 1)]
+    assert b.row is None and setup.blocks.num_idle == 1
+    setup.scheduler.finish(b, is_broken=True)
+    assert setup.blocks.num_idle == 0
+    setup.land(plan)
+    setup.scheduler.finish(a)
+    c = setup.add("c", [501, 502, 503], max_tokens=1)
+    setup.step()
+    assert c.num_hits == 0
+
+
 def test_a_sequence_whose_table_does_not_fit_the_step_waits_for_the_next() -> None:
-    setup = Setup(num_blocks=20, max_row_edits=4, max_num_batched_tokens=32)
+    setup = Setup(num_blocks=20, max_row_edits=[4], max_num_batched_tokens=32)
     setup.add("a", prompt=12, max_tokens=2)
     setup.add("b", prompt=8, max_tokens=2)
     assert setup.shown(setup.step()) == [("a", 0, 12)]
@@ -352,152 +324,80 @@ def test_after_a_failed_step_all_is_computed_again() -> None:
     assert len(a.output_token_ids) == len(b.output_token_ids) == 4
 
 
-# Any order of events.
+# Numbers that do not fit together.
 
 
-class AnyOrder(stateful.RuleBasedStateMachine):
-    """Sequences come, go and run, with up to two steps in flight, in a pool that is too small.
+def test_a_kind_has_a_number_for_every_block_that_the_pages_make() -> None:
+    pages = PagePool(7)
+    kinds = [make_kind(layers=2)]
+    blocks = BlockPool(pages, kinds, [3])
+    with pytest.raises(ValueError, match="kind 0: 3 numbers are too few for 6 pages"):
+        make_scheduler(blocks, kinds, [9])
 
-    A model of the device says what each page holds: for each layer, the tokens up to there of the
-    sequence that wrote it. Every row must find its own tokens before it.
-    """
 
-    NUM_BLOCKS, BLOCK_SIZE, ROWS = 7, 2, 4
+def test_each_kind_has_a_limit_of_its_row_edits() -> None:
+    kinds = [make_kind(), make_kind()]
+    with pytest.raises(ValueError, match="1 numbers of row edits for 2 kinds"):
+        make_scheduler(make_pool(PagePool(7), kinds), kinds, [9])
 
-    @stateful.initialize(has_cache=st.booleans(), budget=st.integers(1, 9))
-    def start(self, has_cache: bool, budget: int) -> None:
-        self.setup = Setup(
-            num_blocks=self.NUM_BLOCKS,
-            block_size=self.BLOCK_SIZE,
-            max_num_seqs=self.ROWS,
-            max_prefill_seqs=2,
-            max_num_batched_tokens=budget,
-            max_row_edits=self.NUM_BLOCKS + self.ROWS + 5,
-            has_cache=has_cache,
-        )
-        self.in_flight: collections.deque[StepPlan] = collections.deque()
-        self.sequences: list[Sequence] = []
-        self.pages: dict[int, list[tuple[int, ...] | None]] = {}
-        self.block_pages: dict[int, tuple[int, ...]] = {}
-        self.tables: dict[tuple[int, int], int] = {}
-        self.rows: dict[int, list[int]] = {}
 
-    @stateful.rule(
-        family=st.integers(0, 2),
-        length=st.integers(1, 9),
-        max_tokens=st.integers(1, 6),
-        wants_prompt=st.booleans(),
+def make_scheduler(
+    blocks: BlockPool, kinds: Sequence[KvKind], max_row_edits: Sequence[int]
+) -> Scheduler:
+    return Scheduler(
+        blocks,
+        kinds=kinds,
+        num_pages=6,
+        max_num_seqs=1,
+        max_prefill_seqs=1,
+        max_num_batched_tokens=8,
+        max_row_edits=max_row_edits,
     )
-    def add(self, family: int, length: int, max_tokens: int, wants_prompt: bool) -> None:
-        """Prompts of a family begin the same."""
-        prompt = [100 * family + i for i in range(length)]
-        fits = -(-(length + max_tokens - 1) // self.BLOCK_SIZE) <= self.NUM_BLOCKS
-        try:
-            sequence = self.setup.add("x", prompt, max_tokens, wants_prompt_logprobs=wants_prompt)
-        except CapacityError:
-            assert not fits
-        else:
-            assert fits
-            self.sequences.append(sequence)
-
-    @stateful.precondition(lambda self: any(not s.is_finished for s in self.sequences))
-    @stateful.rule(data=st.data(), is_broken=st.booleans())
-    def abort(self, data: st.DataObject, is_broken: bool) -> None:
-        alive = [s for s in self.sequences if not s.is_finished]
-        self.setup.scheduler.finish(data.draw(st.sampled_from(alive)), is_broken=is_broken)
-
-    @stateful.precondition(lambda self: len(self.in_flight) < 2)
-    @stateful.rule()
-    def plan(self) -> None:
-        plan = self.setup.scheduler.plan()
-        if plan is None:
-            # Only what is in flight can hold a sequence up.
-            assert self.in_flight or all(s.is_finished for s in self.sequences)
-            return
-        self.run_on_device(plan)
-        self.in_flight.append(plan)
-
-    @stateful.precondition(lambda self: self.in_flight)
-    @stateful.rule()
-    def land(self) -> None:
-        plan = self.in_flight.popleft()
-        for row in plan.rows:
-            sequence = row.sequence
-            sequence.num_pending -= row.sample
-            if row.sample and not sequence.is_finished:
-                place = len(sequence.output_token_ids)
-                sequence.output_token_ids.append(self.chosen(sequence, place))
-                self.setup.scheduler.offer(sequence)
-                if len(sequence.output_token_ids) == sequence.max_tokens:
-                    self.setup.scheduler.finish(sequence)
-
-    @stateful.rule()
-    def fail(self) -> None:
-        """A step failed: those in flight are lost, and all pages with them."""
-        self.in_flight.clear()
-        self.pages.clear()
-        self.setup.scheduler.restart()
-
-    @staticmethod
-    def chosen(sequence: Sequence, place: int) -> int:
-        """What the model chooses depends on the tokens before."""
-        return 1000 + hash((tuple(sequence.prompt_token_ids), place)) % 1000
-
-    def run_on_device(self, plan: StepPlan) -> None:
-        size = self.BLOCK_SIZE
-        assert len(plan.decode) <= self.ROWS and len(plan.prefill) <= 2
-        assert len({id(row.sequence) for row in plan.rows}) == len(plan.rows)
-        numbers = [block.number for block in plan.new_blocks]
-        assert len(set(numbers)) == len(numbers)
-        for block in plan.new_blocks:
-            self.block_pages[block.number] = block.pages
-            for page in block.pages:
-                self.pages[page] = [None] * size
-        for sequence, index, block in plan.row_blocks:
-            assert sequence.row is not None
-            self.tables[sequence.row, index] = block.number
-        # All rows of a step are written before any is read.
-        for row in plan.rows:
-            for page, place, tokens in self.places(row, row.start):
-                self.pages[page][place] = tokens
-        for row in plan.rows:
-            for page, place, tokens in self.places(row, 0):
-                assert self.pages[page][place] == tokens
-
-    def places(self, row: RowPlan, first: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(page, place in it, tokens up to there) of positions from `first` on."""
-        sequence, end = row.sequence, row.start + row.count
-        tokens = [
-            *sequence.prompt_token_ids,
-            *sequence.output_token_ids,
-            *(self.chosen(sequence, i) for i in range(len(sequence.output_token_ids), end)),
-        ]
-        assert sequence.row is not None
-        for position in range(first, end):
-            block = self.tables[sequence.row, position // self.BLOCK_SIZE]
-            for page in self.block_pages[block]:
-                yield page, position % self.BLOCK_SIZE, tuple(tokens[: position + 1])
-
-    @stateful.invariant()
-    def the_books_are_in_order(self) -> None:
-        if hasattr(self, "setup"):
-            self.setup.check()
-
-    def teardown(self) -> None:
-        """Everything that was added comes to its end, and then nothing is held."""
-        if not hasattr(self, "setup"):
-            return
-        for _ in range(1000):
-            if self.in_flight:
-                self.land()
-            if all(s.is_finished for s in self.sequences):
-                break
-            self.plan()
-        assert all(s.is_finished for s in self.sequences)
-        self.setup.blocks.forget_all()
-        assert self.setup.pages.num_free == LAYERS * self.NUM_BLOCKS
-        assert self.setup.blocks.num_used == 0
 
 
-AnyOrder.TestCase.settings = hypothesis.settings(max_examples=100, stateful_step_count=40)
-TestAnyOrder = AnyOrder.TestCase
+# Broken books.
+
+
+def break_users(setup: Setup) -> None:
+    held(setup.scheduler.running[0])[0].users += 1
+
+
+def break_held(setup: Setup) -> None:
+    held(setup.scheduler.running[0]).pop()
+
+
+def break_rows(setup: Setup) -> None:
+    setup.scheduler.running[0].row = setup.scheduler.running[1].row
+
+
+def break_order(setup: Setup) -> None:
+    setup.scheduler.running.reverse()
+
+
+def break_waiting(setup: Setup) -> None:
+    setup.scheduler.waiting[0].kv[0].first = 1
+
+
+def break_cached(setup: Setup) -> None:
+    setup.scheduler.running[0].num_cached += 4
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (break_users, "a kv_block has other users than the sequences that run"),
+        (break_held, "3 blocks in use, 4 held"),
+        (break_rows, r"rows \[1, 1\] run"),
+        (break_order, "sequences do not run in the order of their arrival"),
+        (break_waiting, "a waiting sequence holds something"),
+        (break_cached, "kind 0: 2 blocks for 9 tokens"),
+    ],
+)
+def test_broken_books_are_found(break_it: Callable[[Setup], None], message: str) -> None:
+    setup = Setup(max_num_batched_tokens=32)
+    for name in "abc":
+        setup.add(name, prompt=5, max_tokens=2)
+    setup.plan()
+    break_it(setup)
+    with pytest.raises(AssertionError, match=message):
+        setup.scheduler.check()

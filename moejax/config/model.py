@@ -9,133 +9,43 @@ what the decoder scans over.
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 
+from moejax.config.attention import AnyAttention
+from moejax.config.feed_forward import FeedForward, MlpAndMoe, Moe
+from moejax.config.rope import LongRopeScaling
+from moejax.config.values import MAX_LAYERS, STRICT, Dtype, Positive, PositiveFloat
 from moejax.errors import ConfigError
-
-MAX_INTEGER = 2**31 - 1
-"""Sizes, counts and windows are int32 on a device."""
-MAX_FLOAT = 1e38
-"""Numbers are float32 on a device."""
-MAX_LAYERS = 4096
-"""More than a decoder is scanned over; a configuration that says so is damaged."""
-
-Positive = Annotated[int, pydantic.Field(gt=0, le=MAX_INTEGER)]
-PositiveFloat = Annotated[float, pydantic.Field(gt=0, le=MAX_FLOAT, allow_inf_nan=False)]
-Dtype = Literal["bfloat16", "float32"]
-Activation = Literal["silu"]
-
-# moejax.json is written by us: a key that we do not know means a newer or a damaged file.
-_STRICT: Any = {"extra": "forbid"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary positions over the whole head: dimension i turns with dimension i + head_size / 2."""
-
-    __pydantic_config__ = _STRICT
-    theta: PositiveFloat
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """Grouped-query attention. One layer caches `2 * num_kv_heads * head_size` values per token."""
-
-    __pydantic_config__ = _STRICT
-    num_heads: Positive
-    num_kv_heads: Positive
-    head_size: Positive
-    scale: PositiveFloat
-    """Factor on the scores before the softmax."""
-    rope: Rope
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """RMS norm of q and k before the rotation: per head, or over the whole projection."""
-    qkv_clip: PositiveFloat | None = None
-    """q, k and v are clamped to [-qkv_clip, qkv_clip] after the norm."""
-    window: Positive | None = None
-    """A token sees this many tokens, itself included; None: all before it."""
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads"
-            )
-        if self.head_size % 2:
-            raise ConfigError(f"head size {self.head_size} is odd: rotary positions need pairs")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
-    """A gated MLP: down(activation(gate x) * up x)."""
-
-    __pydantic_config__ = _STRICT
-    kind: Literal["mlp"] = "mlp"
-    width: Positive
-    activation: Activation = "silu"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """Softmax over all experts in float32, then the `experts_per_token` largest."""
-
-    __pydantic_config__ = _STRICT
-    num_experts: Positive
-    experts_per_token: Positive
-    renormalize: bool
-    """Divide the chosen weights by their sum."""
-    float32_weights: bool
-    """Keep the weights in float32 for the combination, rather than in the model's dtype."""
-
-    def __post_init__(self) -> None:
-        if self.experts_per_token > self.num_experts:
-            raise ConfigError(
-                f"{self.experts_per_token} experts per token of {self.num_experts} experts"
-            )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExpert:
-    """An MLP that every token passes; `gated`: times sigmoid of a learned projection."""
-
-    __pydantic_config__ = _STRICT
-    width: Positive
-    gated: bool
-    activation: Activation = "silu"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moe:
-    """Routed experts of `expert_width`, each a gated MLP, and perhaps a shared expert."""
-
-    __pydantic_config__ = _STRICT
-    kind: Literal["moe"] = "moe"
-    router: Router
-    expert_width: Positive
-    activation: Activation = "silu"
-    shared: SharedExpert | None = None
-
-
-FeedForward = Annotated[Mlp | Moe, pydantic.Field(discriminator="kind")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """The parts of one layer: x += attention(norm(x)), then x += feed_forward(norm(x))."""
 
-    __pydantic_config__ = _STRICT
-    attention: Attention
+    __pydantic_config__ = STRICT
+    attention: AnyAttention
     feed_forward: FeedForward
+    post_norms: bool = False
+    """What attention and feed-forward add is normed too."""
+    output_scale: bool = False
+    """The layer's result is multiplied by a learned number."""
+
+    @property
+    def moe(self) -> Moe | None:
+        """The routed experts, if there are any."""
+        part = self.feed_forward
+        if isinstance(part, MlpAndMoe):
+            return part.moe
+        return part if isinstance(part, Moe) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """`period` repeated: layer `repeat * len(period) + i` of the segment is `period[i]`."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     period: tuple[LayerKind, ...]
     repeats: Positive
 
@@ -161,7 +71,7 @@ class LayerPlace:
 class ModelConfig:
     """A decoder-only Mixture-of-Experts model."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     family: str
     """The `model_type` of the checkpoint that it was converted from."""
     vocab_size: Positive
@@ -172,6 +82,14 @@ class ModelConfig:
     dtype: Dtype
     """Of the checkpoint; an engine may compute in another."""
     segments: tuple[Segment, ...]
+    norm: Literal["rms", "rms_float32", "layer"] = "rms"
+    """Of layers and at the end: RMS norm, rounded before or after the weight multiplies it, or
+    layer norm with a bias."""
+    embedding_scale: PositiveFloat | None = None
+    """Factor on the embeddings, rounded to the dtype of the weights."""
+    head_bias: bool = False
+    logit_softcap: PositiveFloat | None = None
+    """c: logits are c * tanh(logits / c)."""
 
     def __post_init__(self) -> None:
         # Before anything lists the layers.
@@ -183,6 +101,22 @@ class ModelConfig:
         shapes = {(kind.router.num_experts, kind.expert_width) for kind in self.moe_layers.values()}
         if len(shapes) > 1:
             raise ConfigError(f"{self.family}: layers with different experts, {sorted(shapes)}")
+        if len(self._original_lengths()) > 1:
+            raise ConfigError(f"{self.family}: longrope with several original lengths")
+        if self.head_bias and self.tie_embeddings:
+            raise ConfigError(
+                f"{self.family}: tied embeddings have no head of their own, and so no bias"
+            )
+
+    def _original_lengths(self) -> set[int]:
+        scalings = [kind.attention.rope and kind.attention.rope.scaling for kind in self.layers]
+        return {s.original_length for s in scalings if isinstance(s, LongRopeScaling)}
+
+    @property
+    def long_rope_after(self) -> int | None:
+        """A sequence that may come to more tokens takes the long factors of longrope; None: none
+        does."""
+        return next(iter(self._original_lengths()), None)
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -192,11 +126,7 @@ class ModelConfig:
     @property
     def moe_layers(self) -> dict[int, Moe]:
         """Layer number → its routed experts, for the layers that have them."""
-        return {
-            n: kind.feed_forward
-            for n, kind in enumerate(self.layers)
-            if isinstance(kind.feed_forward, Moe)
-        }
+        return {n: kind.moe for n, kind in enumerate(self.layers) if kind.moe is not None}
 
     @property
     def moe(self) -> Moe:
