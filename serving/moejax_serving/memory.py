@@ -50,7 +50,7 @@ class MemoryPlan:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind; they add up to the budget, but for what is too little for a block."""
+        """Bytes by kind; they add up to the budget, but for page 0 and too little for a page."""
         kinds = ("dense", "experts", "kv", "workspace", "tables", "staging")
         return {kind: getattr(self, kind) for kind in kinds}
 

@@ -32,6 +32,72 @@ def test_names_say_segment_kind_and_part() -> None:
     assert len(shapes) == 3 + 13 + 13 + 9
 
 
+def names_of(config_name: str, segment: str) -> dict[str, tuple[int, ...]]:
+    """Name → shape, of the first kind of a segment, without what all names begin with."""
+    named = flatten_params(abstract_params(make_config(config_name), "float32"))
+    start = f"segments.{segment}.0."
+    return {
+        name[len(start) :]: leaf.shape for name, leaf in named.items() if name.startswith(start)
+    }
+
+
+def test_names_of_latent_attention_and_a_router_with_a_choice_bias() -> None:
+    names = names_of("deepseek", "1")
+    attention = {
+        "q_down.weight": (2, 12, HIDDEN),
+        "q_latent_norm.weight": (2, 12),
+        "q_up.weight": (2, 4 * 10, 12),
+        "kv_down.weight": (2, 14, HIDDEN),
+        "latent_norm.weight": (2, 10),
+        "k_up": (2, 4, 6, 10),
+        "v_up": (2, 4, 5, 10),
+        "o.weight": (2, HIDDEN, 4 * 5),
+    }
+    for name, shape in attention.items():
+        assert names.pop(f"attention.{name}") == shape
+    assert names.pop("feed_forward.router.choice_bias") == (2, 8)
+    assert sorted(names) == [
+        "attention_norm.weight",
+        "feed_forward.router.weight",
+        "feed_forward.shared.down.weight",
+        "feed_forward.shared.gate.weight",
+        "feed_forward.shared.up.weight",
+        "feed_forward_norm.weight",
+    ]
+
+
+def test_names_of_an_mlp_beside_experts() -> None:
+    names = names_of("gemma", "1")
+    assert sorted(name for name in names if not name.startswith("attention.")) == [
+        "attention_norm.weight",
+        "attention_post_norm.weight",
+        "feed_forward.mlp.down.weight",
+        "feed_forward.mlp.gate.weight",
+        "feed_forward.mlp.up.weight",
+        "feed_forward.mlp_norm.weight",
+        "feed_forward.mlp_post_norm.weight",
+        "feed_forward.moe.router.expert_scale",
+        "feed_forward.moe.router.input_scale",
+        "feed_forward.moe.router.weight",
+        "feed_forward.moe_norm.weight",
+        "feed_forward.moe_post_norm.weight",
+        "feed_forward_post_norm.weight",
+        "output_scale",
+    ]
+    assert names["output_scale"] == (1, 1)
+    assert "attention.v.weight" not in names and "attention.k_norm.weight" in names
+
+
+def test_names_of_sinks_and_of_biases_of_experts() -> None:
+    names = names_of("gpt-oss", "0")
+    assert names["attention.sinks"] == (2, 4)
+    assert names["attention.o.bias"] == (2, HIDDEN)
+    assert names["feed_forward.router.bias"] == (2, 5)
+    assert names["feed_forward.expert_bias.gate"] == (2, 5, 9)
+    assert names["feed_forward.expert_bias.up"] == (2, 5, 9)
+    assert names["feed_forward.expert_bias.down"] == (2, 5, HIDDEN)
+
+
 def test_params_come_back_from_their_names() -> None:
     params = make_model("b").params
     named = flatten_params(params)

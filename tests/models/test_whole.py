@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.small_configs import VOCAB
+from models.small_configs import VOCAB, make_config
 from models.small_model import QUICK, Model, make_model
 from moejax.config import ModelConfig
 from moejax.layers.experts import Stacked
+from moejax.models import whole
 from moejax.models.decoder import Params
 from moejax.models.whole import forward
 
@@ -79,6 +80,41 @@ def test_a_token_changes_nothing_before_it(model: Model, place: int) -> None:
     first, second = logits_of(model, tokens), logits_of(model, other)
     np.testing.assert_allclose(second[0, :place], first[0, :place], atol=1e-5)
     assert np.abs(second[0, place] - first[0, place]).max() > 0.1
+
+
+class Watched:
+    """A decoder that tells which factors of longrope its tokens take."""
+
+    def __init__(self) -> None:
+        self.long: list[bool] = []
+
+    def __call__(self, tokens: jax.Array, memory: whole.WholeMemory) -> tuple[jax.Array, None]:
+        self.long = memory.uses_long_rope.tolist()
+        return jnp.zeros((len(tokens), 1)), None
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return jnp.zeros((len(hidden), VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "max_length", "long"),
+    [
+        ("phi", 32, None, False),
+        ("phi", 33, None, True),
+        ("phi", 9, 32, False),
+        ("phi", 9, 33, True),
+        ("b", 33, 1000, False),
+    ],
+)
+def test_a_sequence_that_may_become_long_takes_the_long_factors_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, length: int, max_length: int | None, long: bool
+) -> None:
+    decoder = Watched()
+    monkeypatch.setattr(whole, "bind", lambda *arguments: decoder)
+    tokens = jnp.zeros((ROWS, length), jnp.int32)
+    config = make_config(name)
+    forward({}, {}, tokens, config=config, dtype="float32", max_length=max_length)
+    assert decoder.long == [long] * ROWS * length
 
 
 # Gradients.

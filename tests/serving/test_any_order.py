@@ -37,7 +37,7 @@ def most_pages(kinds: SequenceOf[KvKind], num_tokens: int, budget: int) -> int:
 
 
 class AnyOrder(stateful.RuleBasedStateMachine):
-    """Sequences come, go and run, with up to two steps in flight, in a pool that is too small.
+    """Sequences come, go and run, with up to three steps in flight, in a pool that is too small.
 
     A model of the device says what each page holds: who wrote a token's place, and the tokens up to
     there. Every row must find its own tokens wherever it sees them, in all layers of all kinds.
@@ -119,7 +119,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
     def cached(self) -> list[KvBlock]:
         return list(self.setup.blocks._cached.values())
 
-    @stateful.precondition(lambda self: len(self.in_flight) < 2)
+    @stateful.precondition(lambda self: len(self.in_flight) < 3)
     @stateful.rule()
     def plan(self) -> None:
         plan = self.setup.scheduler.plan()

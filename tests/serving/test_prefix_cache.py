@@ -200,11 +200,13 @@ def test_sequences_with_other_rotary_factors_share_nothing() -> None:
 
 
 def test_what_a_broken_sequence_has_given_back_is_forgotten() -> None:
-    setup = Setup(make_kind(window=4, block_size=2), num_blocks=20)
+    kinds = make_kind(window=5, block_size=4), make_kind(window=4, block_size=2)
+    setup = Setup(*kinds, num_pages=60)
     broken = setup.add("a", list(range(17)), max_tokens=9)
     setup.step(), setup.step()
     plan = setup.plan()
-    assert indices(broken)[0] == 6 and setup.blocks.num_idle == 6
+    assert [indices(broken, number)[0] for number in range(2)] == [3, 6]
+    assert setup.blocks.num_idle == 3 + 6
     setup.scheduler.finish(broken, is_broken=True)
     setup.land(plan)
     assert setup.pages.num_free == setup.num_pages

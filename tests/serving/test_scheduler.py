@@ -296,12 +296,26 @@ def test_a_broken_sequence_that_waits_has_cached_something_too() -> None:
     assert c.num_hits == 0
 
 
-def test_a_sequence_whose_table_does_not_fit_the_step_waits_for_the_next() -> None:
-    setup = Setup(num_blocks=20, max_row_edits=[4], max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    ("max_row_edits", "fits"),
+    [((5, 10), True), ((4, 10), False), ((5, 9), False), ((100, 9), False), ((4, 100), False)],
+)
+def test_a_sequence_whose_table_does_not_fit_the_step_waits_for_the_next(
+    max_row_edits: tuple[int, int], fits: bool
+) -> None:
+    """a brings 3 blocks of one kind and 6 of the other, b 2 and 4."""
+    setup = Setup(
+        make_kind(block_size=4),
+        make_kind(block_size=2, window=30),
+        num_pages=60,
+        max_row_edits=max_row_edits,
+        max_num_batched_tokens=32,
+    )
     setup.add("a", prompt=12, max_tokens=2)
     setup.add("b", prompt=8, max_tokens=2)
-    assert setup.shown(setup.step()) == [("a", 0, 12)]
-    assert setup.shown(setup.step()) == [("b", 0, 8), ("a", 12, 1)]
+    assert setup.shown(setup.step()) == [("a", 0, 12)] + [("b", 0, 8)] * fits
+    if not fits:
+        assert setup.shown(setup.step()) == [("b", 0, 8), ("a", 12, 1)]
 
 
 # Failures.
