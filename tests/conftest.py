@@ -8,7 +8,10 @@ given to that compilation alone (see aot.py).
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from types import ModuleType
 
 # XLA's collectives on simulated devices wait for each other: two threads are too few for four.
 os.environ.setdefault("NPROC", "16")
@@ -62,3 +65,14 @@ def shared_dir() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip(f"needs {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def numpy_forward(shared_dir: pathlib.Path) -> Iterator[ModuleType]:
+    """The independent forward pass in NumPy; scripts beside it import it as numpy_ref."""
+    import references  # not before the packages under test are instrumented
+
+    module = references.numpy_forward(shared_dir)
+    sys.modules["numpy_ref"] = module
+    yield module
+    del sys.modules["numpy_ref"]

@@ -4,8 +4,10 @@ The models lie beside the checkout, in shared/tiny_models/out: hub layout, `-fus
 one differs, and two quantised ones.
 """
 
+import importlib.util
 import pathlib
 import re
+from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,17 @@ def read_reference(shared: pathlib.Path, name: str) -> dict[str, np.ndarray]:
             with np.load(path) as data:
                 return dict(data)
     raise FileNotFoundError(f"no reference for {name}")
+
+
+def numpy_forward(shared: pathlib.Path) -> ModuleType:
+    """The independent forward pass in NumPy: `Model(folder)(tokens)` gives logits in float64."""
+    path = shared / "tiny_models" / "numpy_ref.py"
+    spec = importlib.util.spec_from_file_location("numpy_ref", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_logits_equal(

@@ -349,3 +349,12 @@ def test_a_wrong_part_is_refused_with_its_place(
     data["segments"][layer]["period"][0]["attention"] |= change
     with pytest.raises(ConfigError, match=f"^model configuration: segments.{layer}.*{where}"):
         config_from_json(data)
+
+
+@pytest.mark.parametrize("jitter", [-0.01, 1.5, float("nan")])
+def test_jitter_is_a_share(jitter: float) -> None:
+    data = config_to_json(EVERYTHING)
+    data["segments"][2]["period"][0]["feed_forward"]["moe"]["router"]["jitter"] = jitter
+    where = "segments.2.period.0.feed_forward.mlp_and_moe.moe.router.jitter: "
+    with pytest.raises(ConfigError, match=f"^model configuration: {where}"):
+        config_from_json(data)

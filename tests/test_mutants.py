@@ -5,10 +5,9 @@ at a time. Each broken one must fail the comparator that judges our logits.
 """
 
 import ast
-import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,19 +26,7 @@ NUM_MUTANTS = 44
 
 
 @pytest.fixture(scope="module")
-def numpy_ref(shared_dir: pathlib.Path) -> Iterator[ModuleType]:
-    path = shared_dir / "tiny_models" / "numpy_ref.py"
-    spec = importlib.util.spec_from_file_location("numpy_ref", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["numpy_ref"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["numpy_ref"]
-
-
-@pytest.fixture(scope="module")
-def mutants(shared_dir: pathlib.Path, numpy_ref: ModuleType) -> list[Mutant]:
+def mutants(shared_dir: pathlib.Path, numpy_forward: ModuleType) -> list[Mutant]:
     """(tiny model, rule, what breaks it and perhaps gives back what mends it)"""
     path = shared_dir / "tiny_models" / "sensitivity.py"
     script = ast.parse(path.read_text())
@@ -66,21 +53,21 @@ def test_there_are_44(mutants: list[Mutant]) -> None:
 
 
 def test_the_unbroken_forward_pass_is_accepted(
-    shared_dir: pathlib.Path, numpy_ref: ModuleType, mutants: list[Mutant]
+    shared_dir: pathlib.Path, numpy_forward: ModuleType, mutants: list[Mutant]
 ) -> None:
     for name in sorted({name for name, _, _ in mutants}):
         reference = references.read_reference(shared_dir, name)
-        model = numpy_ref.Model(str(references.tiny_model(shared_dir, name)))
+        model = numpy_forward.Model(str(references.tiny_model(shared_dir, name)))
         references.assert_logits_equal(model(reference["input_ids"]), reference["logits"])
 
 
 @pytest.mark.parametrize("number", range(NUM_MUTANTS))
 def test_a_broken_rule_is_refused(
-    shared_dir: pathlib.Path, numpy_ref: ModuleType, mutants: list[Mutant], number: int
+    shared_dir: pathlib.Path, numpy_forward: ModuleType, mutants: list[Mutant], number: int
 ) -> None:
     name, rule, break_it = mutants[number]
     reference = references.read_reference(shared_dir, name)
-    model = numpy_ref.Model(str(references.tiny_model(shared_dir, name)))
+    model = numpy_forward.Model(str(references.tiny_model(shared_dir, name)))
     mend = break_it(model)
     try:
         logits = model(reference["input_ids"])

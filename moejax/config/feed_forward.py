@@ -71,7 +71,7 @@ class Router:
     groups: ExpertGroups | None = None
     scale: PositiveFloat = 1.0
     """Factor on the weights."""
-    jitter: float = 0.0
+    jitter: Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """Of SparseMixer: experts further from the best than twice this share do not count."""
     input_norm: bool = False
     """The router reads RMS(x) * learned scale * hidden_size ** -0.5 (Gemma 4)."""

@@ -136,6 +136,7 @@ ROPES = {
     "yarn": Rope(theta=THETA, scaling=make_yarn(magnitude=1.14)),
     "yarn, not truncated": Rope(theta=THETA, scaling=make_yarn(truncate=False)),
     "yarn, one border": Rope(theta=THETA, scaling=make_yarn(beta_fast=1.0)),
+    "yarn, all pairs": Rope(theta=THETA, scaling=make_yarn(beta_fast=200.0, beta_slow=1e-5)),
     "longrope": Rope(theta=THETA, scaling=LONGROPE),
     "some pairs": Rope(theta=THETA, active_pairs=3),
     "some pairs, linear": Rope(theta=THETA, active_pairs=2, scaling=LinearScaling(factor=4.0)),
