@@ -38,9 +38,10 @@ def model(request, shared_dir, tmp_path_factory):
 def crowded(model):
     """An engine with four rows, and pages for five blocks: two sequences that fill theirs."""
     folder, _ = model
+    geometry = choose_geometry(Checkpoint.open(folder).config, "float32")
     settings: dict[str, Any] = {
         "dtype": "float32",
-        "max_model_len": 240,
+        "max_model_len": 2 * geometry.block_size + 8,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
         "skip_tokenizer_init": True,
@@ -49,7 +50,6 @@ def crowded(model):
     config = EngineConfig(memory_budget=BUDGET, **settings)
     memory = load_engine(folder, config, progress=False).memory
     pages = memory.block_pages * 5
-    geometry = choose_geometry(Checkpoint.open(folder).config, "float32")
     # A page, and an entry that may point to it for each kind.
     cost = geometry.page_bytes + 4 * len(geometry.kinds)
     budget = memory.budget - (memory.kv_pages - pages) * cost
@@ -123,7 +123,7 @@ def assert_entries(entries: dict, expected: np.ndarray) -> None:
 def test_tokens_of_a_crowd_equal_the_whole_sequence_forward(model, crowded):
     folder, _ = model
     block = crowded.memory.block_size
-    length, prompts = 2 * block + 8, make_prompts(block)
+    length, prompts = crowded.max_model_len, make_prompts(block)
     preempted = value_of(crowded, "vllm:num_preemptions_total")
     for i, prompt in enumerate(prompts):
         params = SamplingParams(

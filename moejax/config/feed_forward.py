@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from moejax.config.values import STRICT, Positive, PositiveFloat
+from moejax.config.values import MAX_FLOAT, STRICT, Positive, PositiveFloat
 from moejax.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ class Router:
     groups: ExpertGroups | None = None
     scale: PositiveFloat = 1.0
     """Factor on the weights."""
-    jitter: Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    jitter: Annotated[float, pydantic.Field(ge=0, le=MAX_FLOAT, allow_inf_nan=False)] = 0.0
     """Of SparseMixer: experts further from the best than twice this share do not count."""
     input_norm: bool = False
     """The router reads RMS(x) * learned scale * hidden_size ** -0.5 (Gemma 4)."""

@@ -111,7 +111,8 @@ def test_absorbed_attention_is_that_of_expanded_heads(options: dict[str, Any]) -
 def test_a_token_caches_its_normed_latent_and_its_rotated_key() -> None:
     layer = make_layer(make_part(q_latent=None))
     x = normal(TOKENS, HIDDEN)
-    qkv = layer.project(jnp.asarray(x), jnp.asarray(POSITIONS), jnp.zeros(TOKENS, bool))
+    inputs = jnp.asarray(x), jnp.asarray(POSITIONS), jnp.zeros(TOKENS, bool)
+    qkv = jax.jit(layer.project)(*inputs)
     compressed = linear(layer.kv_down, x)
     latent = rms(compressed[:, :LATENT], EPSILON, wide(layer.latent_norm.weight))
     key = rotated(compressed[:, None, LATENT:], "neighbors")[:, 0]

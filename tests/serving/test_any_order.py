@@ -245,7 +245,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         """Everything that was added comes to its end, and then nothing is held."""
         if not hasattr(self, "setup"):
             return
-        for _ in range(1000):
+        for _ in range(100 * (1 + len(self.sequences))):
             if self.in_flight:
                 self.land()
             if all(s.is_finished for s in self.sequences):
