@@ -32,11 +32,6 @@ def random_config(name: str, max_positions: int = MAX_POSITIONS) -> ModelConfig:
     return dataclasses.replace(config, max_position_embeddings=most)
 
 
-def qwen1_5_moe_a2_7b() -> ModelConfig:
-    """Qwen1.5-MoE-A2.7B: 24 layers of 60 experts, 4 per token, and a shared one."""
-    return random_config("Qwen1.5-MoE-A2.7B")
-
-
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The same with the first layers only, for a machine that does not hold all of it."""
     return dataclasses.replace(config, segments=segments_of(config.layers[:count]))

@@ -334,7 +334,7 @@ def test_the_plan_adds_up_to_the_budget(llm):
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(llm):
     with pytest.raises(
         CapacityError,
-        match=r"needs at least .*: experts .*, KV of 128 tokens .* budget is 10.00 MiB",
+        match=r"needs at least .*: experts .*, KV of 32 tokens .* budget is 10.00 MiB",
     ):
         LLM(memory_budget=10 << 20)
 

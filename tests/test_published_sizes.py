@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from published import FOLDER, names, published_config, published_name
 from published_sizes import Sizes, reach_name, size_row, sizes_of, step_bytes, waste_row
-from random_model import STD, RandomCheckpoint, qwen1_5_moe_a2_7b, random_config, with_layers
+from random_model import STD, RandomCheckpoint, random_config, with_layers
 
 from moejax.arena.geometry import choose_geometry, page_waste, waste_by_use
 from moejax.config import ModelConfig
@@ -278,4 +278,3 @@ def test_random_weights_are_those_of_the_decoder():
 def test_random_sequences_may_be_longer_if_asked():
     assert random_config("Mixtral-8x7B", 20000).max_position_embeddings == 20000
     assert random_config("Mixtral-8x7B", 10**6).max_position_embeddings == 32768
-    assert qwen1_5_moe_a2_7b() == random_config("QWEN1.5-moe-a2.7b")

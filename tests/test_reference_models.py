@@ -76,7 +76,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.shows(
-    "models", "`mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `phimoe` (longrope), `llama4`"
+    "models", "ten families (see converters/README.md), every layout, FP8 and MXFP4: the logits"
 )
 def test_logits_of_whole_sequences_equal_the_reference(model):
     folder, reference = model
@@ -84,9 +84,7 @@ def test_logits_of_whole_sequences_equal_the_reference(model):
     references.assert_logits_equal(found, reference["logits"])
 
 
-@pytest.mark.shows(
-    "models", "`deepseek_v2`, `deepseek_v3` (FP8 too), `gemma4`, `gpt_oss` (MXFP4 too)"
-)
+@pytest.mark.shows("models", "of each, generated tokens and their log-probabilities")
 def test_generated_tokens_and_their_logprobs_equal_the_reference(model, crowded):
     _, reference = model
     params = SamplingParams(
@@ -118,7 +116,7 @@ def assert_entries(entries: dict, expected: np.ndarray) -> None:
 
 
 @pytest.mark.shows(
-    "models", "each in a crowd: chunks, shared prefixes, preemption, windows that give blocks back"
+    "models", "of each, tokens in a crowd: chunks, shared prefixes, preemption, given-back windows"
 )
 def test_tokens_of_a_crowd_equal_the_whole_sequence_forward(model, crowded):
     folder, _ = model

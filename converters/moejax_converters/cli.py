@@ -1,6 +1,7 @@
 """moejax-convert: converts a Hugging Face folder, or shows what a converted one is made of."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported late: --help answers without JAX.
     from moejax_converters import convert, inspection
+
+    logging.basicConfig(format="moejax-convert: %(message)s")
 
     try:
         if args.inspect is not None:

@@ -44,7 +44,7 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
     if widened := _widened(pieces, config):
         _log.warning("%s weights are stored as float32, which holds them exactly", widened)
     if unserved := rules.unserved(folder.tensors, table):
-        _log.warning("%s: not served: %s", folder.folder, ", ".join(unserved))
+        _log.warning("%s is not served: left out of %s", " and ".join(unserved), folder.folder)
     with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
         writer = CheckpointWriter(partial)
         generation.copy_tokenizer(folder.folder, partial)

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from moejax import config
-from moejax.config import ModelConfig
+from moejax.config import Mla, ModelConfig
 from moejax.errors import ConfigError
+from moejax.layers.rope import frequencies
 from moejax_converters import (
     deepseek_v2,
     deepseek_v3,
@@ -47,9 +50,36 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"model type '{model_type}' is not supported (supported: {', '.join(sorted(FAMILIES))})"
         )
-    read: ModelConfig = FAMILIES[model_type].model_config(hf)
-    # What is written must be readable: this checks the values that no family looks at.
-    return config.config_from_json(config.config_to_json(read))
+    try:
+        read: ModelConfig = FAMILIES[model_type].model_config(hf)
+        # What is written must be readable: this checks the values that no family looks at.
+        read = config.config_from_json(config.config_to_json(read))
+        _check_rope(read)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(
+            text if text.startswith("config.json") else f"config.json: {text}"
+        ) from error
+    return read
+
+
+def _check_rope(read: ModelConfig) -> None:
+    """Refuses rotary positions whose frequencies are no numbers."""
+    for part in {kind.attention for kind in read.layers}:
+        if part.rope is None:
+            continue
+        size = part.rope_size if isinstance(part, Mla) else part.head_size
+        for uses_long in (False, True):
+            try:
+                with np.errstate(all="ignore"):
+                    found, _ = frequencies(part.rope, size, uses_long=uses_long)
+            except ArithmeticError:
+                found = np.array([np.nan])
+            if not np.isfinite(found).all():
+                raise ConfigError(
+                    "config.json: rope_theta and rope_parameters (rope_scaling) give frequencies "
+                    f"that are no numbers: {part.rope}"
+                )
 
 
 def source_config(source: Source) -> ModelConfig:

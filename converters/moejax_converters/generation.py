@@ -52,6 +52,7 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece*.model",
     "*.tiktoken",
+    "tiktoken.model",
 )
 
 

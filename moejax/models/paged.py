@@ -245,14 +245,14 @@ class _View(NamedTuple):
     dtype: str
 
     def read(
-        self, rows: Int32[Array, " rows"], first: Int32[Array, ""], count: int
+        self, rows: Int32[Array, " rows"], first: Int32[Array, " rows"], count: int
     ) -> tuple[Float[Array, "rows keys kv_heads size"], Float[Array, "rows keys kv_heads size2"]]:
-        """Keys and values of `count` blocks of some rows, from their block `first` on.
+        """Keys and values of `count` blocks of some rows, from block `first` of each on.
 
         Blocks beyond the end of the tables read as poison.
         """
-        at = first + jnp.arange(count, dtype=jnp.int32)
-        blocks = self.block_tables.at[rows[:, None], at[None, :]].get(mode="fill", fill_value=0)
+        at = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+        blocks = self.block_tables.at[rows[:, None], at].get(mode="fill", fill_value=0)
         words = read_tokens(
             self.pages, self.block_pages[blocks], self.kind.block_size, self.kind.token_words
         )
@@ -267,21 +267,26 @@ def _attend_keys(
     positions: Int32[Array, "rows queries"],
     used: Bool[Array, "rows queries"],
 ) -> Float[Array, "rows queries heads size2"]:
-    """Attention of queries of some rows, over tiles of keys: no more than the longest needs."""
+    """Attention of queries of some rows, over tiles of keys: as many as the most of a row.
+
+    A row begins with the first tile that it sees: of a window no row reads more than its tiles.
+    """
     part, block_size = view.part, view.kind.block_size
     blocks = min(max(1, KEY_TILE // block_size), view.block_tables.shape[1])
     size = blocks * block_size
-    end = jnp.max(jnp.where(used, positions, -1)) // size + 1
+    end = jnp.max(jnp.where(used, positions, -1), axis=1) // size + 1
     last_place = view.block_tables.shape[1] * block_size
-    oldest = jnp.min(jnp.where(used, part.reach.oldest(positions), last_place))
+    oldest = jnp.min(jnp.where(used, part.reach.oldest(positions), last_place), axis=1)
     first = jnp.maximum(oldest, 0) // size
 
     def add(number: Array, partial: Partial) -> Partial:
-        k, v = view.read(table_rows, number * blocks, blocks)
-        keys = number * size + jnp.arange(size, dtype=jnp.int32)
-        mask = jax.vmap(lambda at: visible(at, keys, part.reach))(positions) & used[..., None]
+        tile = first + number
+        k, v = view.read(table_rows, tile * blocks, blocks)
+        keys = tile[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
+        seen = jax.vmap(lambda at, keys: visible(at, keys, part.reach))(positions, keys)
+        mask = seen & used[..., None]
         return jax.vmap(add_keys, (0, 0, 0, 0, 0, None))(partial, q, k, v, mask, part.scale)
 
     start = jax.vmap(lambda row: start_partial(row, part, sinks))(q)
-    partial = lax.fori_loop(first, end, add, start)
+    partial = lax.fori_loop(0, jnp.max(end - first), add, start)
     return jax.vmap(finish_partial)(partial).astype(q.dtype)

@@ -21,10 +21,10 @@ class ServedModel:
     """What a request leaves out, from the checkpoint's generation settings."""
     tokenizer: Tokenizer | None
     long_rope_after: int | None = None
-    """A sequence that may come to more tokens takes the long factors of longrope."""
+    """A sequence of which more tokens may be processed takes the long factors of longrope."""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
-        """Whether a sequence that may come to so many tokens takes them, from its start on."""
+        """Whether a sequence of which so many may be takes them, from its start on."""
         return self.long_rope_after is not None and num_tokens > self.long_rope_after
 
 

@@ -1,5 +1,7 @@
 """The sandbox that chat templates run in, with what Hugging Face's transformers offers them.
 
+A rendering may go round its loops MAX_ROUNDS times: a thread that runs a template cannot be ended.
+
 That is: `raise_exception`, `strftime_now`, a `tojson` filter that leaves characters as they are,
 `break` and `continue`, and a `generation` tag. `dict` and `namespace` are narrower than Jinja's, so
 that no template can change its input or store names like `__class__`.
@@ -9,15 +11,19 @@ import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
+
+MAX_ROUNDS = 1_000_000
+_COUNTED = "moejax_counted"
 
 
 @functools.lru_cache(maxsize=32)
@@ -37,7 +43,25 @@ def compile_template(source: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
-    return environment.from_string(source)
+    environment.filters[_COUNTED] = _counted
+    tree = environment.parse(source)
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.iter = jinja2.nodes.Filter(
+            loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno, environment=environment
+        )
+    code = environment.compile(tree)
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+
+@jinja2.pass_context
+def _counted(context: jinja2.runtime.Context, items: Any) -> Iterator[Any]:
+    """What a loop goes over, counted with that of all loops of the rendering."""
+    rounds = context.vars.setdefault(_COUNTED, [0])
+    for item in items:
+        rounds[0] += 1
+        if rounds[0] > MAX_ROUNDS:
+            raise jinja2.TemplateError(f"it goes round its loops more than {MAX_ROUNDS} times")
+        yield item
 
 
 def to_plain(value: Any) -> Any:

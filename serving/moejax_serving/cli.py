@@ -147,6 +147,11 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     )
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
     add(
+        "skip_tokenizer_init",
+        "take and give token ids only: for a model without tokenizer.json",
+        action="store_true",
+    )
+    add(
         "enable_prefix_caching",
         "keep the KV cache of prompts for later ones that begin the same",
         action=argparse.BooleanOptionalAction,

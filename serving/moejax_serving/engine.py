@@ -160,7 +160,8 @@ class Engine:
             prompt_token_ids=ids,
             params=params,
             max_tokens=max_tokens,
-            uses_long_rope=self.model.uses_long_rope(len(ids) + max_tokens),
+            # The last token is only given out: no step processes it.
+            uses_long_rope=self.model.uses_long_rope(len(ids) + max_tokens - 1),
             seed=(seed + index + 2**63) % 2**64 - 2**63,
             wants_prompt_logprobs=wants_prompt,
             forced_token_ids=forced,

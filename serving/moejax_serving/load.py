@@ -28,7 +28,7 @@ from moejax_serving.metrics import Metrics
 from moejax_serving.pages import PagePool
 from moejax_serving.runner import Runner
 from moejax_serving.scheduler import Scheduler
-from moejax_serving.tokenizer import Tokenizer
+from moejax_serving.tokenizer import Tokenizer, require_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ def load_engine(
     else:
         source, name = pathlib.Path(model), str(model)
     logger.info("loading %s", source)
+    if not config.skip_tokenizer_init:
+        require_tokenizer(source)  # before a conversion that may take hours
     checkpoint = Checkpoint.open(converted(source))
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(checkpoint.folder)
     return build_engine(
@@ -187,6 +189,10 @@ def _max_query(config: EngineConfig, max_model_len: int) -> int:
 
 def _max_model_len(parts: ModelConfig, config: EngineConfig) -> int:
     most = parts.max_position_embeddings
+    if most < 2:
+        raise ConfigError(
+            f"the model has {most} positions: one prompt token and one of output need 2"
+        )
     if config.max_model_len is None:
         return most
     if config.max_model_len > most:
@@ -226,6 +232,7 @@ def _plan(
         if found.budget > most:
             raise CapacityError(
                 f"a memory budget of {human(found.budget)} is more than there is: {human(most)}"
+                + ("" if config.memory_budget else f" (max_num_seqs {config.max_num_seqs})")
             )
         return found
 

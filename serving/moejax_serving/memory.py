@@ -8,6 +8,7 @@ from moejax.arena.geometry import Geometry
 from moejax.config import AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelConfig
 from moejax.errors import CapacityError
 from moejax.layers.attention import value_size
+from moejax.layers.experts import MAX_TILE
 from moejax.models.paged import KEY_TILE, QUERY_TILE
 from moejax.models.step import HEAD_TILE, Bucket
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
@@ -37,6 +38,9 @@ class MemoryPlan:
     block_pages: int
     """Pages of `block_size` tokens."""
     block_size: int
+    longest_pages: int
+    """Pages of a sequence of `max_model_len` tokens; what leaves a window takes no place."""
+    max_model_len: int
 
     @property
     def num_blocks(self) -> int:
@@ -45,8 +49,9 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, at least: what leaves a window takes no place."""
-        return self.num_blocks * self.block_size
+        """Tokens that the KV cache holds, at least: in short sequences, or in the longest."""
+        longest = self.kv_pages // self.longest_pages * self.max_model_len
+        return max(self.num_blocks * self.block_size, longest)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -59,7 +64,8 @@ class MemoryPlan:
         parts = ", ".join(f"{kind} {human(size)}" for kind, size in self.kinds.items())
         return [
             f"memory budget {human(self.budget)}: {parts}",
-            f"KV cache: {self.kv_tokens} tokens in {self.kv_pages} pages",
+            f"KV cache: at least {self.kv_tokens} tokens, in {self.kv_pages} pages; "
+            f"max_model_len {self.max_model_len}",
         ]
 
 
@@ -99,7 +105,7 @@ def workspace_bytes(
         partial = 2 * 4 * queries * heads * value_size(part)
         attention = max(attention, 2 * cache + 4 * scores + 12 * width + partial)
     widths = [config.moe.expert_width, *map(_mlp_width, config.layers)]
-    slots = tokens * config.moe.router.experts_per_token + min(64, tokens)
+    slots = tokens * config.moe.router.experts_per_token + min(MAX_TILE, tokens)
     activations = itemsize * (
         tokens * (6 * config.hidden_size + 4 * max(widths)) + 3 * slots * config.hidden_size
     )
@@ -227,6 +233,8 @@ def plan_memory(
         kv_pages=kv_pages,
         block_pages=geometry.block_pages,
         block_size=geometry.block_size,
+        longest_pages=geometry.most_pages(max_model_len, max_query),
+        max_model_len=max_model_len,
     )
 
 

@@ -256,9 +256,19 @@ class Detokenizer:
         )
 
 
+def require_tokenizer(folder: pathlib.Path) -> None:
+    """Raises CheckpointError if a folder does not hold what `Tokenizer.from_folder` needs."""
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if folder.is_dir():
+            _require(folder / name)
+
+
 def _require(path: pathlib.Path) -> pathlib.Path:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}")
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}: with skip_tokenizer_init (--skip-tokenizer-init) "
+            "a model takes and gives token ids only"
+        )
     return path
 
 

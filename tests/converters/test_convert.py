@@ -82,7 +82,7 @@ def test_what_is_not_served_is_said_in_one_line(tmp_path, caplog):
     checkpoints.write_folder(tmp_path / "hf", hf, tensors)
     convert(tmp_path / "hf", tmp_path / "out")
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/hf: not served: images (2 tensors)"
+        f"images (2 tensors) is not served: left out of {tmp_path}/hf"
     ]
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
 
@@ -98,7 +98,7 @@ def test_layers_that_predict_further_tokens_are_left_out_and_that_is_said(tmp_pa
     }
     checkpoints.write_folder(tmp_path / "hf", hf, tensors)
     convert(tmp_path / "hf", tmp_path / "out")
-    assert "not served: prediction of further tokens (" in caplog.text
+    assert "prediction of further tokens (" in caplog.text
     checkpoints.assert_same(checkpoints.decoded(tmp_path / "out"), model)
 
 

@@ -175,6 +175,22 @@ def test_refuses_by_name_and_value(parameters, message):
         read(parameters)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_theta": 1.0},
+        {"beta_fast": 1e-320, "truncate": True},
+        {"factor": 1e-320},
+        {"rope_theta": 1e-320},
+    ],
+)
+def test_frequencies_that_are_no_numbers_are_refused(parameters):
+    hf = checkpoints.config_of("deepseek_v3")
+    hf |= {"rope_parameters": YARN | {"rope_theta": 1e4} | parameters}
+    with pytest.raises(ConfigError, match=r"^config\.json: rope_theta and rope_parameters"):
+        model_config(hf)
+
+
 def test_refuses_two_lengths_of_pretraining():
     with pytest.raises(
         ConfigError,

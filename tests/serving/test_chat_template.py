@@ -59,6 +59,10 @@ def test_a_variable_may_have_any_other_name(name: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "refused the messages: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "refused the messages: access to attribute 'append'"),
         ("{% set n = namespace(__init__=1) %}", "a namespace cannot hold '__init__': names may"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "refused the messages: it goes round its loops more than 1000000 times",
+        ),
     ],
 )
 def test_a_failure_is_a_wrong_request(source: str, reason: str) -> None:

@@ -82,7 +82,7 @@ def test_every_flag_arrives(called: Any) -> None:
         *("--max-model-len", "100", "--max-num-seqs", "3", "--max-num-batched-tokens", "64"),
         *("--seed", "5", "--max-queued-requests", "7", "--log-level", "debug"),
         *("--step-timeout", "0", "--shutdown-timeout", "2.5"),
-        *("--no-enable-prefix-caching", "--no-warm-up"),
+        *("--no-enable-prefix-caching", "--no-warm-up", "--skip-tokenizer-init"),
     )
     assert args.model == "folder" and args.served_model_name == ["a", "b"]
     assert args.max_queued_requests == 7
@@ -94,6 +94,7 @@ def test_every_flag_arrives(called: Any) -> None:
         max_num_seqs=3,
         max_num_batched_tokens=64,
         seed=5,
+        skip_tokenizer_init=True,
         enable_prefix_caching=False,
         warm_up=False,
     )
@@ -190,7 +191,7 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    hidden = {"skip_tokenizer_init", "check"}  # for Python and for tests
+    hidden = {"check"}  # for tests
     for field in dataclasses.fields(EngineConfig):
         assert ("--" + field.name.replace("_", "-") in shown) != (field.name in hidden)
 

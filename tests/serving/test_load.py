@@ -15,7 +15,7 @@ from moejax_serving.config import EngineConfig
 from moejax_serving.engine import Engine
 from moejax_serving.metrics import Metrics
 
-LONG = dataclasses.replace(make_config("abcbc"), max_position_embeddings=1 << 20)
+LONG = dataclasses.replace(make_config("b" * 8), max_position_embeddings=1 << 20)
 GEOMETRY = choose_geometry(LONG, "float32")
 
 

@@ -306,5 +306,5 @@ def test_a_plan_says_what_it_spends() -> None:
     assert found.lines() == [
         "memory budget 24.60 MiB: dense 5.00 MiB, experts 384.00 KiB, kv 192.00 KiB, "
         "workspace 3.00 MiB, tables 24.07 KiB, staging 16.00 MiB",
-        "KV cache: 256 tokens in 12 pages",
+        "KV cache: at least 256 tokens, in 12 pages; max_model_len 256",
     ]
