@@ -376,7 +376,7 @@ def test_perplexity_is_finite_on_nonsense(llm):
     assert all(math.isfinite(value) and value <= 0 for value in values)
 
 
-def test_ctrl_c_while_requests_are_added_leaves_the_model_ready(llm, monkeypatch):
+def test_ctrl_c_while_requests_are_added_leaves_the_model_ready(llm, monkeypatch, request):
     """Between the queue and the list of requests an interrupt would leave orphans behind."""
     add, count = llm.engine.add_request, 0
 
@@ -388,6 +388,9 @@ def test_ctrl_c_while_requests_are_added_leaves_the_model_ready(llm, monkeypatch
         add(*args, **kwargs)
 
     monkeypatch.setattr(llm.engine, "add_request", adding)
+    # A process that was started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["The sea"] * 5, SamplingParams(n=3, max_tokens=4), use_tqdm=False)
     assert not llm.engine.has_unfinished()

@@ -140,7 +140,13 @@ def test_on_an_h200_the_arena_stays_in_place(model, bucket):
 
 
 @pytest.mark.parametrize("bucket", ["decode 1", "prefill 512"])  # the least and the most
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("deepseek-v2-lite", "gemma-4"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "llama-4")),
+    ],
+)
 def test_on_an_h200_the_arena_stays_in_place_for_every_kind_of_layer(model, bucket):
     test_on_an_h200_the_arena_stays_in_place(model, bucket)
 

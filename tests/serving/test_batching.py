@@ -25,8 +25,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     patch.undo()
 
 
-def make_engine(blocks: int, **options: Any) -> Engine:
-    """An engine in float32 with as many kv_blocks."""
+def make_engine(tokens: int, **options: Any) -> Engine:
+    """An engine in float32 with KV cache for as many tokens."""
     settings = {"dtype": "float32", "max_model_len": 320, "max_num_batched_tokens": 48, **options}
     found = load_engine(
         None,
@@ -34,21 +34,22 @@ def make_engine(blocks: int, **options: Any) -> Engine:
         progress=False,
     )
     memory = found.memory
-    size = memory.kv // memory.num_blocks
-    budget = memory.budget - (memory.num_blocks - blocks) * (size + 256)
+    pages = memory.block_pages * tokens // memory.block_size
+    # A page, and the entry that points to it.
+    budget = memory.budget - (memory.kv_pages - pages) * (memory.kv // memory.kv_pages + 4)
     return load_engine(None, EngineConfig(memory_budget=budget, **settings), progress=False)
 
 
 @pytest.fixture(scope="module")
 def crowded(cache: pathlib.Path) -> Engine:
-    """Sixteen rows, and blocks for five or so of the sequences below."""
-    return make_engine(16, max_num_seqs=16, check=True, warm_up=False)
+    """Sixteen rows, and room for five or so of the sequences below."""
+    return make_engine(1024, max_num_seqs=16, check=True, warm_up=False)
 
 
 @pytest.fixture(scope="module")
 def lonely(cache: pathlib.Path) -> Engine:
     """For one request at a time, with nothing kept between them."""
-    return make_engine(40, max_num_seqs=1, enable_prefix_caching=False, warm_up=False)
+    return make_engine(2560, max_num_seqs=1, enable_prefix_caching=False, warm_up=False)
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:
@@ -205,7 +206,7 @@ def test_min_tokens_bans_every_end(lonely: Engine) -> None:
 
 @pytest.mark.shows("engine", "no program is compiled after the start, whatever is asked for")
 def test_a_random_workload_compiles_nothing(cache: pathlib.Path) -> None:
-    engine = make_engine(12, max_num_seqs=6, max_num_batched_tokens=40, check=True)
+    engine = make_engine(384, max_num_seqs=6, max_num_batched_tokens=40, check=True)
     assert value_of(engine, "moejax:jit_compiles_total") > 0
     before, shown = num_compiles(), value_of(engine, "moejax:jit_compiles_total")
     rng = np.random.default_rng(0)
@@ -244,7 +245,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         repetition_penalty=maybe(1.2, 1.0),
         logit_bias=maybe({500: 2.0, 7: -100.0}, None),
         min_tokens=maybe(3, 0),
-        max_tokens=int(rng.integers(3, 30)),
+        max_tokens=int(rng.integers(3, 90)),
         seed=maybe(11, None),
         stop=maybe(["the"], None),
         logprobs=maybe(int(rng.integers(0, 21)), None),
