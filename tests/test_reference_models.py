@@ -46,8 +46,11 @@ def model(request, shared_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def crowded(model):
+    return make_crowded(model[0])
+
+
+def make_crowded(folder: pathlib.Path) -> Engine:
     """An engine with four rows, and pages for five blocks: two sequences that fill theirs."""
-    folder, _ = model
     geometry = choose_geometry(Checkpoint.open(folder).config, "float32")
     settings: dict[str, Any] = {
         "dtype": "float32",
@@ -175,3 +178,22 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
 def value_of(engine: Engine, name: str) -> float:
     lines = engine.metrics.render()[0].decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+
+# longrope: the tokens that may be processed decide, and the last one never is.
+
+
+@pytest.mark.parametrize(("max_tokens", "processed"), [(1, 16), (2, 17)])
+def test_a_prompt_of_the_original_length(max_tokens, processed, shared_dir, tmp_path):
+    folder = convert_tiny(shared_dir, tmp_path, "phimoe_long")
+    assert Checkpoint.open(folder).config.long_rope_after == 16
+    engine = make_crowded(folder)
+    tokens = np.random.default_rng(2).integers(3, 128, (1, 16))
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, ignore_eos=True)
+    engine.add_request("0", tokens[0].tolist(), params)
+    entries = run(engine)["0"].prompt_logprobs[1:]
+    found = [entry[token].logprob for entry, token in zip(entries, tokens[0, 1:], strict=True)]
+    wanted = log_softmax(references.whole_logits(folder, tokens, max_length=processed))[0]
+    np.testing.assert_allclose(
+        found, [wanted[i, token] for i, token in enumerate(tokens[0, 1:])], atol=TOLERANCE
+    )
