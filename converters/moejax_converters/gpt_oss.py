@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from moejax.config import Attention, ClampedSwiglu, LayerKind, ModelConfig, Moe, Router
+from moejax.config import ClampedSwiglu, LayerKind, ModelConfig, Moe, Router
 from moejax.errors import ConfigError
 from moejax_converters import fused, hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
@@ -44,12 +44,8 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
     hf_config.check_plain(fields)
-    heads, kv_heads, head_size = hf_config.head_counts(fields)
-    full = Attention(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        scale=head_size**-0.5,
+    full = hf_config.attention(
+        fields,
         rope=hf_rope.rope(fields, default=_ROPE),
         qkv_bias=fields.flag("attention_bias"),
         output_bias=fields.flag("attention_bias"),

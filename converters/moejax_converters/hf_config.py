@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax import config
-from moejax.config import Dtype, LayerKind, ModelConfig
+from moejax.config import Attention, Dtype, LayerKind, ModelConfig, Rope
 from moejax.errors import ConfigError
 
 DTYPES: dict[str, Dtype] = {
@@ -230,6 +230,19 @@ def head_counts(fields: Fields) -> tuple[int, int, int]:
         heads,
         heads if kv_heads is None else fields.integer("num_key_value_heads"),
         hidden // heads if head_size is None else fields.integer("head_dim"),
+    )
+
+
+def attention(fields: Fields, *, rope: Rope | None, **parts: Any) -> Attention:
+    """Grouped-query attention with the usual scale; `parts`: what is special to the family."""
+    heads, kv_heads, head_size = head_counts(fields)
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        rope=rope,
+        **parts,
     )
 
 

@@ -91,7 +91,6 @@ def tensor_rules(config: ModelConfig, hf: Mapping[str, Any]) -> tuple[Rule | Ski
 
 def _attention(fields: Fields) -> list[Attention]:
     """That of each layer."""
-    heads, kv_heads, head_size = hf_config.head_counts(fields)
     rope = hf_rope.rope(fields, pairing="neighbors")
     has_qk_norm = fields.flag("use_qk_norm")
     temperature = _temperature(fields)
@@ -101,11 +100,8 @@ def _attention(fields: Fields) -> list[Attention]:
     default = [supported[-1] if is_rotated else "full_attention" for is_rotated in rotated]
     kinds = hf_config.layer_types(fields, default, *supported)
     return [
-        Attention(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=head_size,
-            scale=head_size**-0.5,
+        hf_config.attention(
+            fields,
             rope=rope if is_rotated else None,
             qkv_bias=fields.flag("attention_bias"),
             output_bias=fields.flag("attention_bias"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moejax.config import Attention, LayerKind, Mlp, ModelConfig, Moe, Router
+from moejax.config import LayerKind, Mlp, ModelConfig, Moe, Router
 from moejax_converters import hf_config, hf_rope, rules
 from moejax_converters.hf_config import Fields
 from moejax_converters.rules import Rule, Skip
@@ -36,12 +36,8 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a `config.json`."""
     fields = Fields(hf, _DEFAULTS)
     hf_config.check_plain(fields)
-    heads, kv_heads, head_size = hf_config.head_counts(fields)
-    attention = Attention(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        scale=head_size**-0.5,
+    attention = hf_config.attention(
+        fields,
         rope=hf_rope.rope(fields),
         qkv_bias=fields.flag("attention_bias"),
         output_bias=fields.flag("attention_bias"),

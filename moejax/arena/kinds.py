@@ -21,6 +21,11 @@ class KvKind:
     """Tokens of a kv_block, that is, of a page."""
 
     @property
+    def forgets(self) -> bool:
+        """Whether tokens are out of sight one day."""
+        return self.reach != Reach()
+
+    @property
     def pages_per_block(self) -> int:
         return len(self.layers)
 

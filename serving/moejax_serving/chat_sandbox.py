@@ -24,6 +24,7 @@ import jinja2.utils
 
 MAX_ROUNDS = 1_000_000
 _COUNTED = "moejax_counted"
+_ROUNDS = "rounds of loops"  # no name that a template could set
 
 
 @functools.lru_cache(maxsize=32)
@@ -56,7 +57,7 @@ def compile_template(source: str) -> jinja2.Template:
 @jinja2.pass_context
 def _counted(context: jinja2.runtime.Context, items: Any) -> Iterator[Any]:
     """What a loop goes over, counted with that of all loops of the rendering."""
-    rounds = context.vars.setdefault(_COUNTED, [0])
+    rounds = context.vars.setdefault(_ROUNDS, [0])
     for item in items:
         rounds[0] += 1
         if rounds[0] > MAX_ROUNDS:

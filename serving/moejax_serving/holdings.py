@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from moejax.arena.kinds import KvKind
-from moejax.config import Reach
 from moejax_serving.kv_blocks import BlockPool
 from moejax_serving.prefix_cache import Hits
 from moejax_serving.sequence import Sequence
@@ -21,7 +20,7 @@ class Holdings:
         """`max_query`: most tokens of a sequence in one step."""
         self._blocks = blocks
         self._kinds = tuple(kinds)
-        self._limited = [n for n, kind in enumerate(kinds) if kind.reach != Reach()]
+        self._limited = [n for n, kind in enumerate(kinds) if kind.forgets]
         self._max_query = max_query
 
     def most_blocks(self, num_tokens: int, num_left: int) -> list[int]:

@@ -9,7 +9,6 @@ import dataclasses
 import math
 
 from moejax.arena.kinds import KvKind
-from moejax.config import Reach
 from moejax_serving.kv_blocks import BlockPool, KvBlock, next_key
 from moejax_serving.sequence import Sequence
 
@@ -53,13 +52,13 @@ class PrefixCache:
             return Hits(0, ((),) * len(self._kinds))
         length = self._floor(sequence.num_known - 1)
         for number, kind in enumerate(self._kinds):
-            if kind.reach == Reach():
+            if not kind.forgets:
                 found = self._blocks.find(self._keys(sequence, number, length))
                 length = self._floor(len(found) * kind.block_size)
         runs = [
             (kind, self._runs(sequence, number, length))
             for number, kind in enumerate(self._kinds)
-            if kind.reach != Reach()
+            if kind.forgets
         ]
         while any(run[length // kind.block_size] > kind.first_block(length) for kind, run in runs):
             length -= self._step

@@ -258,8 +258,8 @@ class Detokenizer:
 
 def require_tokenizer(folder: pathlib.Path) -> None:
     """Raises CheckpointError if a folder does not hold what `Tokenizer.from_folder` needs."""
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        if folder.is_dir():
+    if folder.is_dir():  # otherwise there is more to say than that
+        for name in ("tokenizer_config.json", "tokenizer.json"):
             _require(folder / name)
 
 
