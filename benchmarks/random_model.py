@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from published import published_config
 
 from moejax.checkpoint import layout
-from moejax.config import ModelConfig, segments_of
+from moejax.config import ModelConfig, Quantization, segments_of
 from moejax.models.decoder import abstract_params, flatten_params
 
 MAX_POSITIONS = 8192
@@ -42,6 +43,7 @@ class RandomCheckpoint:
 
     folder = "random weights"
     generation: dict[str, Any] = {"eos_token_ids": []}
+    quantization: Quantization | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -53,11 +55,10 @@ class RandomCheckpoint:
         config, found = self.config, {}
         rng = np.random.default_rng(0)
         itemsize = jnp.dtype(config.dtype).itemsize
-        for linear, shape in layout.linear_shapes(config).items():
-            words = layout.run_words(shape, config.dtype)
+        for name, words in layout.expert_words(config, self.quantization).items():
             values = rng.standard_normal(words * 4 // itemsize, np.float32)
             run = (values * STD).astype(jnp.dtype(config.dtype)).view(np.uint32)
-            found[linear] = np.broadcast_to(run, (config.moe.router.num_experts, words))
+            found[name] = np.broadcast_to(run, (config.moe.router.num_experts, words))
         return found
 
     def dense_names(self) -> tuple[str, ...]:
@@ -74,5 +75,9 @@ class RandomCheckpoint:
     def expert_runs(self, layer: int) -> dict[str, np.ndarray]:
         return self._runs
 
-    def verify_expert(self, layer: int, expert: int) -> None:
+    def verify_expert(self, layer: int, expert: int, names: Collection[str] | None = None) -> None:
         """There is nothing to be damaged."""
+
+    def linear_names(self) -> tuple[str, ...]:
+        """No dense tensor is stored as codes."""
+        return ()

@@ -7,14 +7,18 @@ one differs, and two quantised ones.
 import importlib.util
 import pathlib
 import re
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from moejax.arena import format
+from moejax.arena.geometry import LinearShape, linear_shape
 from moejax.checkpoint import Checkpoint
-from moejax.models.decoder import Params, abstract_params, flatten_params, unflatten_params
+from moejax.config import DENSE_WIDTH
+from moejax.models.decoder import Params, abstract_params, flatten_params, nest_params
 from moejax.models.whole import forward, read_stacked
 
 FAMILIES = {
@@ -72,14 +76,45 @@ def assert_logits_equal(
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-def read_params(checkpoint: Checkpoint) -> Params:
-    """The dense weights of a checkpoint, in float32."""
+def read_params(
+    checkpoint: Checkpoint, widths: Mapping[str, Sequence[int]] | None = None
+) -> Params:
+    """The dense weights of a checkpoint, in float32.
+
+    `widths`: of each layer of the tensors that are stored as codes.
+    """
     like = abstract_params(checkpoint.config, "float32")
     named = {
         name: checkpoint.read_dense(name, shape.dtype.name)
         for name, shape in flatten_params(like).items()
+        if name not in checkpoint.linear_names()
     }
-    return unflatten_params(named, like)
+    for name in checkpoint.linear_names():
+        if widths is None or checkpoint.quantization is None:
+            raise ValueError(f"{name} is stored as codes: at which widths?")
+        shape = linear_shape(checkpoint.quantization, name, checkpoint.linear_shape(name))
+        runs, dtype = checkpoint.linear_runs(name), checkpoint.linear_dtype(name)
+        matrices = [
+            _matrix({run: words[n] for run, words in runs.items()}, shape, int(width), dtype)
+            for n, width in enumerate(widths[name])
+        ]
+        named[name] = jnp.asarray(np.stack(matrices))
+    return nest_params(named)
+
+
+def _matrix(
+    runs: Mapping[str, np.ndarray], shape: LinearShape, width: int, dtype: str
+) -> Float[np.ndarray, "rows columns"]:
+    """A linear at a width in float32, by the codec of FORMAT.md."""
+    rows, columns = shape.stored_rows, shape.columns
+    if width == DENSE_WIDTH:
+        found = format.decode_dense(runs["dense"], rows, columns, format.DTYPES[dtype])
+        return found[: shape.rows].astype(np.float32)
+    planes = np.stack([runs[f"plane.{p}"] for p in range(width)])
+    codes = format.decode_planes(planes, rows, columns)
+    groups = np.arange(rows) // shape.rows_per_table
+    table = format.decode_table(runs[f"table.{width}"], groups[-1] + 1, width)
+    return table[groups[:, None], codes][: shape.rows].astype(np.float32)
 
 
 def whole_logits(

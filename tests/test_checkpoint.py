@@ -63,9 +63,7 @@ DENSE = {
 
 
 def write_experts(writer, layer, seed=0):
-    with writer.expert_file(
-        layer, num_experts=EXPERTS, gate_up_shape=GATE_UP, down_shape=DOWN, dtype="bfloat16"
-    ) as file:
+    with writer.expert_file(layer) as file:
         for e in reversed(range(EXPERTS)):  # any order
             file.put(e, "down", random(DOWN, seed=seed + 10 * layer + e))
             file.put(e, "gate_up", random(GATE_UP, seed=seed + 100 + 10 * layer + e))
@@ -74,12 +72,12 @@ def write_experts(writer, layer, seed=0):
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
     """A small checkpoint that no test changes."""
-    writer = CheckpointWriter(tmp_path_factory.mktemp("template") / "model")
+    writer = CheckpointWriter(tmp_path_factory.mktemp("template") / "model", CONFIG)
     for name, array in DENSE.items():
         writer.put_dense(name, array)
     for layer in (0, 1):
         write_experts(writer, layer)
-    writer.finish(CONFIG, {"eos_token_ids": [2], "temperature": 0.5})
+    writer.finish({"eos_token_ids": [2], "temperature": 0.5})
     return writer.folder
 
 
@@ -128,21 +126,22 @@ def test_expert_runs_are_those_of_the_format(template):
     checkpoint = Checkpoint.open(template)
     for layer in (0, 1):
         runs = checkpoint.expert_runs(layer)
-        assert sorted(runs) == ["down", "gate_up"]
+        assert sorted(runs) == ["down.dense", "gate_up.dense"]
         for e in range(EXPERTS):
             checkpoint.verify_expert(layer, e)
             np.testing.assert_array_equal(
-                runs["down"][e], format.encode_dense(random(DOWN, seed=10 * layer + e))
+                runs["down.dense"][e], format.encode_dense(random(DOWN, seed=10 * layer + e))
             )
             np.testing.assert_array_equal(
-                runs["gate_up"][e], format.encode_dense(random(GATE_UP, seed=100 + 10 * layer + e))
+                runs["gate_up.dense"][e],
+                format.encode_dense(random(GATE_UP, seed=100 + 10 * layer + e)),
             )
 
 
 def test_expert_runs_cannot_be_written(template):
     runs = Checkpoint.open(template).expert_runs(0)
     with pytest.raises(ValueError, match="read-only"):
-        runs["down"][0, 0] = 1
+        runs["down.dense"][0, 0] = 1
 
 
 def test_expert_files_are_safetensors_files(template):
@@ -150,7 +149,7 @@ def test_expert_files_are_safetensors_files(template):
         assert sorted(file.keys()) == ["down.dense", "gate_up.dense"]
         down = file.get_tensor("down.dense")
         crcs = file.metadata()["down.dense.crc32"].split()
-    np.testing.assert_array_equal(down, Checkpoint.open(template).expert_runs(1)["down"])
+    np.testing.assert_array_equal(down, Checkpoint.open(template).expert_runs(1)["down.dense"])
     assert len(crcs) == EXPERTS
 
 
@@ -162,28 +161,30 @@ def test_data_of_expert_files_start_at_a_page_of_memory(template):
 @settings(max_examples=25)
 @given(
     words=st.dictionaries(
-        st.sampled_from(["gate_up.dense", "down.dense", "gate_up.planes", "down.table3"]),
+        st.sampled_from(["gate_up.dense", "down.dense", "gate_up.plane.0", "table.3"]),
         st.integers(1, 40),
         min_size=1,
     ),
-    num_experts=st.integers(1, 5),
+    count=st.integers(1, 5),
+    owner=st.sampled_from(["0", "17", "segments.0.0.attention.q.weight"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_runs_in_any_order_are_read_back(tmp_path_factory, words, num_experts, seed):
+def test_any_runs_in_any_order_are_read_back(tmp_path_factory, words, count, owner, seed):
     path = tmp_path_factory.mktemp("runs") / "0.safetensors"
     rng = np.random.default_rng(seed)
     runs = {
         (name, e): rng.integers(0, 2**32, n, np.uint32)
         for name, n in words.items()
-        for e in range(num_experts)
+        for e in range(count)
     }
-    with RunWriter(path, layer=0, num_experts=num_experts, words=words) as writer:
+    with RunWriter(path, owner=owner, count=count, words=words) as writer:
         for name, e in rng.permutation(list(runs)).tolist():
             writer.put(name, int(e), runs[name, int(e)])
-    file = open_run_file(path, layer=0, num_experts=num_experts, words=words, crc32=writer.crc32)
+    file = open_run_file(path, owner=owner, count=count, words=words, crc32=writer.crc32)
     for (name, e), run in runs.items():
         np.testing.assert_array_equal(file.runs[name][e], run)
         file.verify(e)
+        file.verify(e, [name])
 
 
 def test_nothing_is_logged_or_printed(folder, capfd, caplog):
@@ -198,41 +199,43 @@ def test_nothing_is_logged_or_printed(folder, capfd, caplog):
 
 
 def test_refuses_a_dense_tensor_of_another_dtype(tmp_path):
-    writer = CheckpointWriter(tmp_path / "model")
+    writer = CheckpointWriter(tmp_path / "model", CONFIG)
     with pytest.raises(ValueError, match=r"bfloat16', 'float32'\], norm\.weight is float16"):
         writer.put_dense("norm.weight", random(4, np.float16))
 
 
 def test_refuses_a_dense_tensor_written_twice(tmp_path):
-    writer = CheckpointWriter(tmp_path / "model")
+    writer = CheckpointWriter(tmp_path / "model", CONFIG)
     writer.put_dense("norm.weight", random(4))
     with pytest.raises(ValueError, match=r"norm\.weight is written twice"):
         writer.put_dense("norm.weight", random(4))
 
 
 def test_refuses_expert_matrices_that_do_not_fit(tmp_path):
-    writer = CheckpointWriter(tmp_path / "model")
-    with pytest.raises(ValueError, match="run down.dense of expert 0 is missing"):
-        with writer.expert_file(
-            0, num_experts=2, gate_up_shape=GATE_UP, down_shape=DOWN, dtype="bfloat16"
-        ) as file:
+    writer = CheckpointWriter(tmp_path / "model", CONFIG)
+    with pytest.raises(ValueError, match=r"0\.safetensors: run down.dense of number 0 is missing"):
+        with writer.expert_file(0) as file:
             with pytest.raises(ValueError, match=r"gate_up is bfloat16 \(128, 32\), got float32"):
                 file.put(0, "gate_up", random(GATE_UP, np.float32))
             with pytest.raises(ValueError, match=r"got bfloat16 \(32, 24\)"):
                 file.put(0, "gate_up", random(DOWN))
-            with pytest.raises(ValueError, match="expert 2 of 2"):
-                file.put(2, "gate_up", random(GATE_UP))
-            file.put(0, "gate_up", random(GATE_UP))
-            file.put(1, "gate_up", random(GATE_UP))
-            with pytest.raises(ValueError, match="gate_up.dense of expert 0 is written twice"):
+            with pytest.raises(ValueError, match="number 3 of 3"):
+                file.put(3, "gate_up", random(GATE_UP))
+            for e in range(EXPERTS):
+                file.put(e, "gate_up", random(GATE_UP))
+            with pytest.raises(ValueError, match="gate_up.dense of number 0 is written twice"):
                 file.put(0, "gate_up", random(GATE_UP))
+            with pytest.raises(ValueError, match=r"run down\.plane\.0: the file holds \['gate_up"):
+                file.put_runs(0, "down", {"plane.0": np.zeros(4, np.uint32)})
+            with pytest.raises(ValueError, match=r"run down\.dense has 768 words, got 4"):
+                file.put_runs(0, "down", {"dense": np.zeros(4, np.uint32)})
 
 
 def test_refuses_to_finish_without_the_experts_of_a_layer(tmp_path):
-    writer = CheckpointWriter(tmp_path / "model")
+    writer = CheckpointWriter(tmp_path / "model", CONFIG)
     write_experts(writer, 1)
     with pytest.raises(ValueError, match=r"layers \[1\] were written, the model has \[0, 1\]"):
-        writer.finish(CONFIG, {"eos_token_ids": []})
+        writer.finish({"eos_token_ids": []})
 
 
 def test_refuses_experts_of_a_layer_that_has_none(template):
@@ -314,14 +317,16 @@ def test_a_config_that_was_edited_is_refused(field, value, folder):
     change_manifest(folder, config=config | {field: value})
     with pytest.raises(
         CheckpointError,
-        match=r"moejax\.json: config or generation is not as it was written \(CRC-32 .{8}, needed",
+        match=r"config, generation or quantization is not as it was written \(CRC-32 .{8}, needed",
     ):
         Checkpoint.open(folder)
 
 
 def test_settings_of_generation_that_were_edited_are_refused(folder):
     change_manifest(folder, generation={"eos_token_ids": [3], "temperature": 0.5})
-    with pytest.raises(CheckpointError, match="config or generation is not as it was written"):
+    with pytest.raises(
+        CheckpointError, match="config, generation or quantization is not as it was written"
+    ):
         Checkpoint.open(folder)
 
 
@@ -410,7 +415,7 @@ def test_a_damaged_expert_is_found_and_the_others_are_not_blamed(folder):
     checkpoint.verify_expert(1, 0)
     with pytest.raises(CheckpointError) as error:
         checkpoint.verify_expert(1, EXPERTS - 1)
-    assert f"tensor 'down.dense' in {path}: expert 2 is damaged (CRC-32" in one_line(error)
+    assert f"tensor 'down.dense' in {path}: number 2 is damaged (CRC-32" in one_line(error)
 
 
 def test_a_missing_expert_file_is_named(folder):
@@ -422,13 +427,13 @@ def test_a_missing_expert_file_is_named(folder):
 def test_an_expert_file_of_another_layer_is_refused(folder):
     shutil.copy(folder / "experts" / "0.safetensors", folder / "experts" / "1.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"1\.safetensors: holds the experts of layer 0, needed layer 1"
+        CheckpointError, match=r"1\.safetensors: holds the runs of 0, needed those of 1"
     ):
         Checkpoint.open(folder).expert_runs(1)
 
 
 def test_an_expert_file_of_another_checkpoint_is_refused(folder, tmp_path):
-    writer = CheckpointWriter(tmp_path / "other")
+    writer = CheckpointWriter(tmp_path / "other", CONFIG)
     write_experts(writer, 0, seed=7)
     shutil.copy(writer.folder / "experts" / "0.safetensors", folder / "experts" / "0.safetensors")
     with pytest.raises(
@@ -457,7 +462,7 @@ def test_any_damaged_header_is_refused_or_harmless(template, tmp_path_factory, a
     words = {"gate_up.dense": 2048, "down.dense": 768}
     crc32 = int(json.loads((template / "moejax.json").read_text())["experts"]["0"], 16)
     try:
-        file = open_run_file(path, layer=0, num_experts=EXPERTS, words=words, crc32=crc32)
+        file = open_run_file(path, owner="0", count=EXPERTS, words=words, crc32=crc32)
         for e in range(EXPERTS):
             file.verify(e)
     except CheckpointError as error:
@@ -467,9 +472,8 @@ def test_any_damaged_header_is_refused_or_harmless(template, tmp_path_factory, a
 def test_an_expert_file_of_another_shape_is_refused(folder):
     path = folder / "experts" / "0.safetensors"
     path.unlink()
-    with RunWriter(
-        path, layer=0, num_experts=1, words={"gate_up.dense": 4, "down.dense": 4}
-    ) as writer:
+    words = {"gate_up.dense": 4, "down.dense": 4}
+    with RunWriter(path, owner="0", count=1, words=words) as writer:
         writer.put("gate_up.dense", 0, np.zeros(4, np.uint32))
         writer.put("down.dense", 0, np.zeros(4, np.uint32))
     with pytest.raises(
@@ -482,7 +486,7 @@ def test_an_expert_file_of_another_shape_is_refused(folder):
 def test_an_expert_file_without_a_run_is_refused(folder):
     path = folder / "experts" / "0.safetensors"
     path.unlink()
-    with RunWriter(path, layer=0, num_experts=1, words={"down.dense": 4}) as writer:
+    with RunWriter(path, owner="0", count=1, words={"down.dense": 4}) as writer:
         writer.put("down.dense", 0, np.zeros(4, np.uint32))
     with pytest.raises(CheckpointError, match=r"tensor 'gate_up\.dense' in .*: missing"):
         Checkpoint.open(folder).expert_runs(0)

@@ -246,8 +246,8 @@ def test_all_random_experts_have_the_same_numbers():
     geometry = choose_geometry(config, "bfloat16")
     words = [shape.dense_bytes("bfloat16") // 4 for shape in (geometry.gate_up, geometry.down)]
     assert {linear: run.shape for linear, run in runs.items()} == {
-        "gate_up": (64, words[0]),
-        "down": (64, words[1]),
+        "gate_up.dense": (64, words[0]),
+        "down.dense": (64, words[1]),
     }
     for run in runs.values():
         assert not run.strides[0]  # one expert in memory, not 64

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Converts a Mixture-of-Experts model from a Hugging Face folder "
         "(config.json and *.safetensors) into a folder that moejax-serve reads.",
     )
-    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a Hugging Face folder")
+    parser.add_argument(
+        "source", nargs="?", metavar="SOURCE", help="a Hugging Face folder, or one of moejax"
+    )
     parser.add_argument("target", nargs="?", metavar="TARGET", help="the folder to make")
     parser.add_argument(
         "--inspect",
@@ -25,30 +28,138 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="show what a converted folder holds, and do nothing else",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {moejax.__version__}")
+    _add_quantize_flags(parser.add_argument_group("quantisation"))
     args = parser.parse_args(argv)
     if args.inspect is None and args.target is None:
         parser.error("SOURCE and TARGET are needed, or --inspect FOLDER")
     if args.inspect is not None and args.source is not None:
         parser.error("--inspect takes no SOURCE and TARGET")
-    # Conversion is work for the host: no memory of an accelerator is taken.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Imported late: --help answers without JAX.
-    from moejax_converters import convert, inspection
-
+    given = [name for name in _QUANTIZE_FLAGS if getattr(args, name) is not None]
+    if args.quantize is None and given:
+        parser.error(f"--{given[0].replace('_', '-')} needs --quantize any-precision")
+    if args.quantize is not None and args.target is None:
+        parser.error("--inspect takes no --quantize")
+    if args.quantize is not None and args.calibration is None:
+        parser.error(
+            "--quantize needs --calibration FILE, a text like those that the model will see, "
+            "or --calibration none"
+        )
+    if args.quantize is None:
+        # Conversion is work for the host: no memory of an accelerator is taken.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     logging.basicConfig(format="moejax-convert: %(message)s")
-
+    logging.getLogger("jax").setLevel(logging.ERROR)
     try:
-        if args.inspect is not None:
-            print(inspection.table(args.inspect))
-        else:
-            convert.convert(args.source, args.target)
+        _run(args)
     except MoejaxError as error:
         print(f"moejax-convert: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("moejax-convert: interrupted, nothing was written", file=sys.stderr)
+        what = (
+            "nothing was written"
+            if args.quantize is None
+            else "the same command goes on where it stopped"
+        )
+        print(f"moejax-convert: interrupted, {what}", file=sys.stderr)
         return 130
     return 0
+
+
+_QUANTIZE_FLAGS = (
+    "calibration",
+    "seed_bits",
+    "parent_bits",
+    "rows_per_table",
+    "quantize_linears",
+    "keep_dense",
+    "calibration_sequences",
+    "calibration_length",
+)
+
+
+def _add_quantize_flags(group: "argparse._ArgumentGroup") -> None:
+    """All default to None, so that a flag without --quantize is noticed."""
+    group.add_argument(
+        "--quantize",
+        choices=["any-precision"],
+        help="store experts as nested bit-planes with lookup tables: one model, every width",
+    )
+    group.add_argument(
+        "--calibration",
+        metavar="FILE|none",
+        help="a text in UTF-8, or token ids [sequences, tokens] as .npy, that says which weights "
+        "matter; none: all alike",
+    )
+    group.add_argument(
+        "--seed-bits", type=int, choices=(2, 3), help="the smallest width (default: 3)"
+    )
+    group.add_argument(
+        "--parent-bits", type=int, choices=range(2, 9), help="the largest width (default: 6)"
+    )
+    group.add_argument(
+        "--rows-per-table",
+        type=_rows_per_table,
+        metavar="auto|N",
+        help="rows that share lookup tables, a power of two up to 64 (default: auto, as few as "
+        "keep the largest tables to half a bit per weight)",
+    )
+    group.add_argument(
+        "--quantize-linears",
+        nargs="+",
+        choices=("attention", "shared"),
+        help="quantise attention projections and shared experts too",
+    )
+    group.add_argument(
+        "--keep-dense",
+        action="store_true",
+        default=None,
+        help="store width 16 too, so that the model can be served as it was",
+    )
+    group.add_argument(
+        "--calibration-sequences", type=int, metavar="N", help="sequences (default: 128)"
+    )
+    group.add_argument(
+        "--calibration-length", type=int, metavar="N", help="tokens of each (default: 512)"
+    )
+
+
+def _rows_per_table(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if text.isascii() and text.isdigit() and len(text) < 3:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither auto nor a power of two up to 64")
+
+
+def _run(args: argparse.Namespace) -> None:
+    # Imported late: --help answers without JAX.
+    from moejax_converters import convert, inspection, quantize
+
+    if args.inspect is not None:
+        print(inspection.table(args.inspect))
+    elif args.quantize is None:
+        convert.convert(args.source, args.target)
+    else:
+        names = {
+            "seed_bits": "seed_bits",
+            "parent_bits": "parent_bits",
+            "keep_dense": "keep_dense",
+            "calibration_sequences": "sequences",
+            "calibration_length": "length",
+        }
+        given = {
+            field: value
+            for flag, field in names.items()
+            if (value := getattr(args, flag)) is not None
+        }
+        rows = args.rows_per_table
+        options = quantize.QuantizeOptions(
+            calibration=None if args.calibration == "none" else pathlib.Path(args.calibration),
+            rows_per_table=None if rows in (None, "auto") else rows,
+            linears=tuple(dict.fromkeys(args.quantize_linears or ())),
+            **given,
+        )
+        quantize.quantize(args.source, args.target, options)
 
 
 if __name__ == "__main__":

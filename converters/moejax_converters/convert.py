@@ -12,7 +12,7 @@ import tqdm
 from jaxtyping import Shaped
 
 from moejax.arena import format, geometry
-from moejax.checkpoint import CheckpointWriter, ExpertFile, layout
+from moejax.checkpoint import CheckpointWriter, ExpertFile
 from moejax.checkpoint.tensor_file import StoredTensor
 from moejax.config import ModelConfig
 from moejax.errors import CheckpointError
@@ -46,18 +46,18 @@ def convert(source: Path | str, target: Path | str, *, progress: bool = True) ->
     if unserved := rules.unserved(folder.tensors, table):
         _log.warning("%s is not served: left out of %s", " and ".join(unserved), folder.folder)
     with staging.staged(Path(target)) as partial, _progress_bar(pieces, progress) as bar:
-        writer = CheckpointWriter(partial)
+        writer = CheckpointWriter(partial, config)
         generation.copy_tokenizer(folder.folder, partial)
         for name, names in targets.dense_stacks(config).items():
             parts = [pieces[part] for part in names]
             writer.put_dense(name, _stack(folder, parts, config, stacked=name != names[0]))
             bar.update(sum(_num_bytes(part) for part in parts))
         for layer in config.moe_layers:
-            with _expert_file(writer, layer, config) as file:
+            with writer.expert_file(layer) as file:
                 for expert in range(config.moe.router.num_experts):
                     parts = _put_expert(folder, pieces, file, layer, expert, config)
                     bar.update(sum(_num_bytes(part) for part in parts))
-        writer.finish(config, settings)
+        writer.finish(settings)
 
 
 def _widened(pieces: Mapping[str, Piece], config: ModelConfig) -> str:
@@ -102,17 +102,6 @@ def _stack(
     for row, part in zip(stack, parts, strict=True):
         row[...] = _read(folder, [part])[0]
     return stack if stacked else stack[0]
-
-
-def _expert_file(writer: CheckpointWriter, layer: int, config: ModelConfig) -> ExpertFile:
-    shapes = layout.linear_shapes(config)
-    return writer.expert_file(
-        layer,
-        num_experts=config.moe.router.num_experts,
-        gate_up_shape=shapes["gate_up"],
-        down_shape=shapes["down"],
-        dtype=config.dtype,
-    )
 
 
 def _put_expert(

@@ -24,7 +24,9 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
-"""The dtypes of tensors that can be read, as safetensors spells them."""
+"""The dtypes of weights, as safetensors spells them."""
+CODES: dict[str, np.dtype] = {"I32": np.dtype(np.int32)}
+"""Those of packed codes, which can be read but are no weights."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -64,7 +66,7 @@ class Source:
         _check_piece(tensor, index, rows)
         if name in self._quantized:
             return self._quantized[name].read(_read_entries, index, rows)
-        dtype = DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype, CODES.get(tensor.dtype))
         if dtype is None:
             raise CheckpointError(
                 f"tensor '{name}' in {tensor.path}: dtype {tensor.dtype} is not supported "

@@ -78,6 +78,15 @@ _FLOATS = [
 ]
 
 
+class LinearKind(enum.IntEnum):
+    """First value of an expert edit: which table it is for."""
+
+    GATE_UP = 0
+    DOWN = 1
+    # A linear that is no expert's; its number takes the place of the expert's.
+    OTHER = 2
+
+
 class Flag(enum.IntFlag):
     """Bits of Field.FLAGS."""
 

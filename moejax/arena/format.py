@@ -13,7 +13,6 @@ ATOM_BYTES = 1024
 ATOM_ROWS = 64
 ATOM_WORDS = 4
 WORD_BITS = 32
-DENSE_WIDTH = 16
 POISON_PAGE = 0
 # The four words of an atom's row move together: as one number they move twice as fast.
 _QUAD = np.complex128
@@ -129,7 +128,7 @@ def decode_planes(
 
 
 def encode_table(table: Float16[np.ndarray, "rows codes"]) -> UInt32[np.ndarray, " run"]:
-    """A lookup table, row by row, as a run: rows padded to 64, the run to 1 KiB."""
+    """Lookup tables of all stored rows, or groups of them, one after the other, padded to 1 KiB."""
     rows, codes = table.shape
     values = np.zeros(table_bytes(rows, codes) // 2, np.float16)
     values[: rows * codes] = table.reshape(-1)
@@ -139,13 +138,13 @@ def encode_table(table: Float16[np.ndarray, "rows codes"]) -> UInt32[np.ndarray,
 def decode_table(
     run: UInt32[np.ndarray, " run"], rows: int, bits: int
 ) -> Float16[np.ndarray, "rows codes"]:
-    """The table that `encode_table` encoded."""
+    """The tables that `encode_table` encoded."""
     return run.view(np.float16)[: rows << bits].reshape(rows, 1 << bits)
 
 
 def table_bytes(rows: int, codes: int) -> int:
-    """Bytes of the run of a lookup table."""
-    return pad_to(pad_to(rows, ATOM_ROWS) * codes * 2, ATOM_BYTES)
+    """Bytes of the run of lookup tables of so many stored rows, or groups of them."""
+    return pad_to(rows * codes * 2, ATOM_BYTES)
 
 
 def to_pages(run: UInt32[np.ndarray, " run"], page_words: int) -> UInt32[np.ndarray, "pages words"]:

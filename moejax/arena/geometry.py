@@ -5,8 +5,10 @@ says otherwise.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 from moejax.arena.format import (
     ATOM_ROWS,
@@ -18,7 +20,7 @@ from moejax.arena.format import (
     table_bytes,
 )
 from moejax.arena.kinds import KvKind
-from moejax.config import AnyAttention, ModelConfig, Reach
+from moejax.config import DENSE_WIDTH, AnyAttention, ModelConfig, Quantization, Reach
 from moejax.errors import ConfigError
 
 PAGE_SIZES = (16 << 10, 32 << 10, 64 << 10)
@@ -26,9 +28,8 @@ PAGE_SIZES = (16 << 10, 32 << 10, 64 << 10)
 TOKEN_STEP = 8
 # A smaller page is not chosen if it would hold fewer tokens than this: tables would grow long.
 LEAST_TOKENS = 4
-# The widths that page sizes are judged by.
-SEED_BITS = 3
-PARENT_BITS = 6
+# What page sizes are judged by where nothing is quantised, so that they stay when it will be.
+_USUAL = Quantization(seed_bits=3, parent_bits=6, has_dense=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class LinearShape:
     parts: int
     rows: int
     columns: int
+    rows_per_table: int = 1
+    """Neighbouring stored rows that share their lookup tables."""
 
     @property
     def stored_rows(self) -> int:
@@ -53,22 +56,122 @@ class LinearShape:
         return self.stored_rows * plane_words(self.columns) * 4
 
     def table_bytes(self, bits: int) -> int:
-        """Bytes of the lookup table of a width."""
-        return table_bytes(self.stored_rows, 1 << bits)
-
-    def resident_runs(self, bits: int) -> list[int]:
-        """Bytes of each run that is resident at a width: planes, this table and the one below."""
-        tables = [self.table_bytes(b) for b in (bits, bits - 1) if b >= SEED_BITS]
-        return [self.plane_bytes()] * bits + tables
+        """Bytes of the lookup tables of a width."""
+        return table_bytes(self.stored_rows // self.rows_per_table, 1 << bits)
 
 
-def linear_shapes(config: ModelConfig) -> tuple[LinearShape, LinearShape]:
+def linear_shapes(
+    config: ModelConfig, quantization: Quantization | None = None
+) -> tuple[LinearShape, LinearShape]:
     """The shapes of an expert's gate_up and down."""
     width, hidden = config.moe.expert_width, config.hidden_size
+    rows = quantization or _USUAL
     return (
-        LinearShape(parts=2, rows=width, columns=hidden),
-        LinearShape(parts=1, rows=hidden, columns=width),
+        LinearShape(
+            parts=2, rows=width, columns=hidden, rows_per_table=rows.gate_up_rows_per_table
+        ),
+        LinearShape(parts=1, rows=hidden, columns=width, rows_per_table=rows.down_rows_per_table),
     )
+
+
+def linear_shape(quantization: Quantization, name: str, shape: tuple[int, ...]) -> LinearShape:
+    """The shape of a layer's matrix in a stacked dense tensor that is stored as codes."""
+    rows = dict(quantization.linears).get(name)
+    if rows is None:
+        raise ValueError(f"{name} is not stored as codes")
+    return LinearShape(parts=1, rows=shape[1], columns=shape[2], rows_per_table=rows)
+
+
+@functools.cache
+def run_sizes(
+    shape: LinearShape, dtype: str, quantization: Quantization | None
+) -> Mapping[str, int]:
+    """Bytes of each run that is stored of a linear: `dense`, `plane.0` …, `table.3` …."""
+    found = {}
+    if quantization is None or quantization.has_dense:
+        found["dense"] = shape.dense_bytes(dtype)
+    if quantization is not None:
+        for plane in range(quantization.parent_bits):
+            found[f"plane.{plane}"] = shape.plane_bytes()
+        for bits in range(quantization.seed_bits, quantization.parent_bits + 1):
+            found[f"table.{bits}"] = shape.table_bytes(bits)
+    return types.MappingProxyType(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """The runs of a linear, and the slots of their pages (FORMAT.md section 2)."""
+
+    shape: LinearShape
+    dtype: str
+    """Of the dense run."""
+    page_bytes: int
+    quantization: Quantization | None
+    """None: the dense run is all there is."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each run, by name."""
+        return run_sizes(self.shape, self.dtype, self.quantization)
+
+    def pages(self, name: str) -> int:
+        """Pages of a run."""
+        return ceil_div(self.sizes[name], self.page_bytes)
+
+    @property
+    def plane_pages(self) -> int:
+        """Pages of a bit-plane."""
+        return ceil_div(self.shape.plane_bytes(), self.page_bytes)
+
+    def table_slot(self, bits: int) -> int:
+        """The first slot of the table of a width."""
+        if self.quantization is None:
+            raise ValueError("there are no tables")
+        below = range(self.quantization.seed_bits, bits)
+        planes = self.quantization.parent_bits * self.plane_pages
+        return planes + sum(self.pages(f"table.{b}") for b in below)
+
+    def first_slot(self, name: str) -> int:
+        """The first slot of a run."""
+        kind, _, number = name.partition(".")
+        if kind == "plane":
+            return int(number) * self.plane_pages
+        return self.table_slot(int(number)) if kind == "table" else 0
+
+    @property
+    def num_slots(self) -> int:
+        return max(self.first_slot(name) + self.pages(name) for name in self.sizes)
+
+    def resident(self, width: int) -> tuple[str, ...]:
+        """The runs that are on a device at a width: with its table, the one below."""
+        if width == 0:
+            return ()
+        if width == DENSE_WIDTH:
+            return ("dense",)
+        tables = (f"table.{b}" for b in (width - 1, width) if f"table.{b}" in self.sizes)
+        return (*(f"plane.{p}" for p in range(width)), *tables)
+
+    def pages_at(self, width: int) -> int:
+        """Pages that are on a device at a width."""
+        return sum(self.pages(name) for name in self.resident(width))
+
+    def bytes_at(self, width: int) -> int:
+        """Bytes of these runs, without the padding of pages and without the table below."""
+        sizes = self.sizes
+        below = f"table.{width - 1}"
+        return sum(sizes[name] for name in self.resident(width) if name != below)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackedLinear:
+    """A stacked dense tensor that is stored as codes: one linear per repeat."""
+
+    name: str
+    """Of the tensor: `segments.S.I.…`."""
+    shape: LinearShape
+    repeats: int
+    first: int
+    """The number of the first of its linears among those of all such tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +185,10 @@ class Geometry:
     num_layers: int
     num_moe_layers: int
     num_experts: int
+    quantization: Quantization | None = None
+    """None: experts are stored at width 16 only."""
+    linears: tuple[StackedLinear, ...] = ()
+    """In the order of their names."""
     kinds: tuple[KvKind, ...]
     """In the order of their first layers."""
 
@@ -119,17 +226,33 @@ class Geometry:
         return found.index(wanted)
 
     @property
-    def dense_pages(self) -> tuple[int, int]:
-        """Pages of one expert's gate_up and down at width 16; also their slots."""
-        return (
-            ceil_div(self.gate_up.dense_bytes(self.dtype), self.page_bytes),
-            ceil_div(self.down.dense_bytes(self.dtype), self.page_bytes),
+    def expert_runs(self) -> tuple[Runs, Runs]:
+        """The runs of an expert's gate_up and down."""
+        return self.runs_of(self.gate_up), self.runs_of(self.down)
+
+    def runs_of(self, shape: LinearShape) -> Runs:
+        """The runs of a linear."""
+        return Runs(
+            shape=shape,
+            dtype=self.dtype,
+            page_bytes=self.page_bytes,
+            quantization=self.quantization,
         )
 
     @property
-    def expert_pages(self) -> int:
-        """Pages of all experts of all layers at width 16."""
-        return self.num_moe_layers * self.num_experts * sum(self.dense_pages)
+    def num_linears(self) -> int:
+        """Linears that are not experts."""
+        return sum(linear.repeats for linear in self.linears)
+
+    @property
+    def linear_slots(self) -> int:
+        """Slots of such a linear: as many as the largest needs."""
+        return max((self.runs_of(linear.shape).num_slots for linear in self.linears), default=0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths that are stored, rising."""
+        return (DENSE_WIDTH,) if self.quantization is None else self.quantization.widths
 
 
 def kv_kinds(config: ModelConfig, dtype: str, page_bytes: int) -> tuple[KvKind, ...]:
@@ -161,15 +284,17 @@ def _block_size(page_bytes: int, token_bytes: int) -> int:
 
 def waste_by_use(geometry: Geometry) -> dict[str, float]:
     """Use of pages → the share of them that is padding: of experts by width, and of KV by kind."""
-    page_bytes, shapes = geometry.page_bytes, (geometry.gate_up, geometry.down)
+    page_bytes = geometry.page_bytes
+    judged = dataclasses.replace(geometry, quantization=geometry.quantization or _USUAL)
 
-    def waste(runs: Sequence[int]) -> float:
-        pages = sum(ceil_div(run, page_bytes) for run in runs)
-        return 1 - sum(runs) / (pages * page_bytes)
+    def waste(sizes: Sequence[int]) -> float:
+        pages = sum(ceil_div(size, page_bytes) for size in sizes)
+        return 1 - sum(sizes) / (pages * page_bytes)
 
-    found = {"width 16": waste([shape.dense_bytes(geometry.dtype) for shape in shapes])}
-    for bits in range(SEED_BITS, PARENT_BITS + 1):
-        found[f"width {bits}"] = waste([n for shape in shapes for n in shape.resident_runs(bits)])
+    found = {}
+    for width in reversed(judged.widths):
+        runs = judged.expert_runs
+        found[f"width {width}"] = waste([r.sizes[n] for r in runs for n in r.resident(width)])
     for kind in geometry.kinds:
         used = kind.block_size * kind.token_bytes
         found[f"KV of {kind.token_bytes} bytes"] = 1 - used / page_bytes
@@ -181,16 +306,24 @@ def page_waste(geometry: Geometry) -> float:
 
     Of the widths, those of most bytes count: 16, and all planes.
     """
+    parent = (geometry.quantization or _USUAL).parent_bits
+    judged = (f"width {DENSE_WIDTH}", f"width {parent}")
     waste = waste_by_use(geometry)
-    return max(waste[use] for use in waste if not use.startswith("width") or use in _JUDGED)
+    return max(waste[use] for use in waste if not use.startswith("width") or use in judged)
 
 
-_JUDGED = ("width 16", f"width {PARENT_BITS}")
+def make_geometry(
+    config: ModelConfig,
+    dtype: str,
+    page_bytes: int,
+    quantization: Quantization | None = None,
+    tensors: Mapping[str, Sequence[int]] | None = None,
+) -> Geometry:
+    """The geometry of a model for a given page size.
 
-
-def make_geometry(config: ModelConfig, dtype: str, page_bytes: int) -> Geometry:
-    """The geometry of a model for a given page size."""
-    gate_up, down = linear_shapes(config)
+    `tensors`: the shapes of the stacked dense tensors that are stored as codes.
+    """
+    gate_up, down = linear_shapes(config, quantization)
     return Geometry(
         dtype=dtype,
         page_bytes=page_bytes,
@@ -199,16 +332,38 @@ def make_geometry(config: ModelConfig, dtype: str, page_bytes: int) -> Geometry:
         num_layers=len(config.layers),
         num_moe_layers=len(config.moe_layers),
         num_experts=config.moe.router.num_experts,
+        quantization=quantization,
+        linears=_stacked_linears(quantization, tensors or {}),
         kinds=kv_kinds(config, dtype, page_bytes),
     )
 
 
-def choose_geometry(config: ModelConfig, dtype: str) -> Geometry:
+def _stacked_linears(
+    quantization: Quantization | None, tensors: Mapping[str, Sequence[int]]
+) -> tuple[StackedLinear, ...]:
+    found: list[StackedLinear] = []
+    first = 0
+    for name, rows in () if quantization is None else quantization.linears:
+        repeats, *matrix = tensors[name]
+        shape = LinearShape(parts=1, rows=matrix[0], columns=matrix[1], rows_per_table=rows)
+        found.append(StackedLinear(name=name, shape=shape, repeats=repeats, first=first))
+        first += repeats
+    return tuple(found)
+
+
+def choose_geometry(
+    config: ModelConfig,
+    dtype: str,
+    quantization: Quantization | None = None,
+    tensors: Mapping[str, Sequence[int]] | None = None,
+) -> Geometry:
     """The geometry with the page size of least waste; the larger page where two waste the same.
+
+    `tensors`: the shapes of the stacked dense tensors that are stored as codes.
 
     Raises ConfigError if no page holds a token.
     """
-    found = [make_geometry(config, dtype, size) for size in PAGE_SIZES]
+    found = [make_geometry(config, dtype, size, quantization, tensors) for size in PAGE_SIZES]
     least = {g.page_bytes: min(kind.block_size for kind in g.kinds) for g in found}
     most = max(least.values())
     if most == 0:

@@ -12,16 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped, UInt32
 
-from moejax.arena.control import Header
+from moejax.arena.control import Header, LinearKind
 from moejax.arena.format import (
     ATOM_ROWS,
     ATOM_WORDS,
     DTYPES,
     POISON_PAGE,
     POISON_WORD,
+    WORD_BITS,
     dense_words,
+    plane_words,
 )
-from moejax.arena.geometry import LinearShape
+from moejax.arena.geometry import LinearShape, Runs
+from moejax.config import DENSE_WIDTH
 
 # As an index it is beyond every array: such updates are dropped.
 _OUT_OF_RANGE = 2**31 - 1
@@ -40,6 +43,10 @@ class ArenaState:
     """int32[D, moe layers, experts, slots]"""
     widths: Any
     """int32[D, moe layers, experts, 2]"""
+    linear_pages: Any
+    """int32[D, linears, slots]: of linears that are not experts"""
+    linear_widths: Any
+    """int32[D, linears]"""
     block_pages: Any
     """For each kind of KV: int32[D, layers, kv_blocks]"""
     block_tables: Any
@@ -79,16 +86,105 @@ def write_pages(
     return pages.at[ids].set(values, mode="drop")
 
 
+def read_linear(
+    pages: UInt32[Array, "pages words"],
+    host: UInt32[Array, "host_pages words"] | None,
+    slots: Int32[Array, " slots"],
+    width: Int32[Array, ""],
+    runs: Runs,
+) -> Shaped[Array, "parts rows columns"]:
+    """The matrices of a linear at its width, which is data. At width 0 they are NaN."""
+
+    def dense(width: Array) -> Array:
+        ids = slots[: runs.pages("dense")]
+        return decode_dense(gather_pages(pages, ids, host).reshape(-1), runs.shape, runs.dtype)
+
+    def planes(width: Array) -> Array:
+        return _read_planes(pages, host, slots, width, runs)
+
+    if runs.quantization is None:
+        return dense(width)
+    if not runs.quantization.has_dense:
+        return planes(width)
+    found: Shaped[Array, "parts rows columns"] = lax.cond(
+        width == DENSE_WIDTH, dense, planes, width
+    )
+    return found
+
+
+def _read_planes(
+    pages: UInt32[Array, "pages words"],
+    host: UInt32[Array, "host_pages words"] | None,
+    slots: Int32[Array, " slots"],
+    width: Int32[Array, ""],
+    runs: Runs,
+) -> Shaped[Array, "parts rows columns"]:
+    bits = runs.quantization
+    if bits is None:
+        raise AssertionError("there are no planes")
+    # Planes beyond the width may be anywhere: the poison page is read for them.
+    plane = jnp.arange(bits.parent_bits, dtype=jnp.int32)
+    ids = slots[: bits.parent_bits * runs.plane_pages].reshape(bits.parent_bits, -1)
+    ids = jnp.where((plane < width)[:, None], ids, POISON_PAGE)
+    found = gather_pages(pages, ids, host).reshape(bits.parent_bits, -1)
+    codes = decode_codes(found, runs.shape, width)
+
+    # The tables of all widths are read alike: as many pages as the largest has, from its first on.
+    count = runs.pages(f"table.{bits.parent_bits}")
+    first = jnp.array(
+        [runs.table_slot(b) for b in range(bits.seed_bits, bits.parent_bits + 1)], jnp.int32
+    )[jnp.clip(width - bits.seed_bits, 0, bits.parent_bits - bits.seed_bits)]
+    ids = lax.dynamic_slice_in_dim(jnp.pad(slots, (0, count)), first, count)
+    ids = jnp.where(width > 0, ids, POISON_PAGE)
+    words = gather_pages(pages, ids, host).reshape(-1)
+    table = lax.bitcast_convert_type(words, jnp.float16).reshape(-1).astype(runs.dtype)
+    return look_up(table, codes, runs.shape, width)
+
+
+def decode_codes(
+    planes: UInt32[Array, "planes words"], shape: LinearShape, width: Int32[Array, ""]
+) -> Int32[Array, "stored_rows columns"]:
+    """The codes of `width` bits in the runs of bit-planes, the most significant first.
+
+    Runs may be longer than a plane; planes beyond the width may hold anything.
+    """
+    words = from_atoms(planes, shape.stored_rows, plane_words(shape.columns))
+    place = jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    codes = jnp.zeros((*words.shape[1:], WORD_BITS), jnp.uint32)
+    for plane, of_plane in enumerate(words):
+        shift = jnp.maximum(width - 1 - plane, 0).astype(jnp.uint32)
+        bit = (of_plane[:, :, None] >> place[None, None, :]) & jnp.uint32(1)
+        codes = codes | jnp.where(plane < width, bit << shift, jnp.uint32(0))
+    return codes.reshape(shape.stored_rows, -1)[:, : shape.columns].astype(jnp.int32)
+
+
+def look_up(
+    table: Shaped[Array, " entries"],
+    codes: Int32[Array, "stored_rows columns"],
+    shape: LinearShape,
+    width: Int32[Array, ""],
+) -> Shaped[Array, "parts rows columns"]:
+    """The weights that codes stand for; `table` holds 2^width entries per row or group of rows."""
+    row = jnp.arange(shape.stored_rows, dtype=jnp.int32) // shape.rows_per_table
+    weights = jnp.take(table, (row << width)[:, None] + codes, mode="clip")
+    return weights.reshape(shape.parts, -1, shape.columns)[:, : shape.rows]
+
+
+def from_atoms(
+    runs: UInt32[Array, "*n words"], rows: int, row_words: int
+) -> UInt32[Array, "*n rows row_words"]:
+    """The matrices of words of some runs, which may be longer than their atoms."""
+    shape = (rows // ATOM_ROWS, row_words // ATOM_WORDS, ATOM_ROWS, ATOM_WORDS)
+    atoms = runs[..., : rows * row_words].reshape(*runs.shape[:-1], *shape)
+    return jnp.swapaxes(atoms, -3, -2).reshape(*runs.shape[:-1], rows, row_words)
+
+
 def decode_dense(
     run: UInt32[Array, " words"], shape: LinearShape, dtype: str
 ) -> Shaped[Array, "parts rows columns"]:
     """The matrices of a dense run; `run` may be longer than it."""
     row_words = dense_words(shape.columns, DTYPES[dtype].itemsize)
-    row_blocks = shape.stored_rows // ATOM_ROWS
-    atoms = run[: shape.stored_rows * row_words].reshape(
-        row_blocks, row_words // ATOM_WORDS, ATOM_ROWS, ATOM_WORDS
-    )
-    words = atoms.transpose(0, 2, 1, 3).reshape(shape.parts, -1, row_words)
+    words = from_atoms(run, shape.stored_rows, row_words).reshape(shape.parts, -1, row_words)
     return words_to_values(words, dtype)[:, : shape.rows, : shape.columns]
 
 
@@ -178,19 +274,36 @@ def _apply_expert_edits(state: ArenaState, edits: Int32[Array, "edits 4"]) -> Ar
     experts = state.widths.shape[2]
     layer, expert = linear // experts, linear % experts
 
-    def pages(table: Array, which: int) -> Array:
-        at = jnp.where((kind == which) & (slot >= 0), layer, _OUT_OF_RANGE)
-        return table.at[:, at, expert, slot].set(
+    def put(table: Array, chosen: Array, *at: Array) -> Array:
+        first = jnp.where(chosen, at[0], _OUT_OF_RANGE)
+        return table.at[(slice(None), first, *at[1:])].set(
             value[None], mode="drop", wrap_negative_indices=False
         )
 
-    at = jnp.where(slot == -1, layer, _OUT_OF_RANGE)
-    widths = state.widths.at[:, at, expert, kind].set(
-        value[None], mode="drop", wrap_negative_indices=False
-    )
+    of_expert = (kind == LinearKind.GATE_UP) | (kind == LinearKind.DOWN)
+    is_width = slot == -1
     return dataclasses.replace(
         state,
-        gate_up_pages=pages(state.gate_up_pages, 0),
-        down_pages=pages(state.down_pages, 1),
-        widths=widths,
+        gate_up_pages=put(
+            state.gate_up_pages,
+            (kind == LinearKind.GATE_UP) & ~is_width,
+            layer,
+            expert,
+            jnp.maximum(slot, 0),
+        ),
+        down_pages=put(
+            state.down_pages,
+            (kind == LinearKind.DOWN) & ~is_width,
+            layer,
+            expert,
+            jnp.maximum(slot, 0),
+        ),
+        widths=put(state.widths, of_expert & is_width, layer, expert, kind),
+        linear_pages=put(
+            state.linear_pages,
+            (kind == LinearKind.OTHER) & ~is_width,
+            linear,
+            jnp.maximum(slot, 0),
+        ),
+        linear_widths=put(state.linear_widths, (kind == LinearKind.OTHER) & is_width, linear),
     )

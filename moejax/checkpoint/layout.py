@@ -1,9 +1,9 @@
-"""Names of files in a checkpoint folder, and the sizes of the runs of its experts."""
+"""Names of files in a checkpoint folder, and the sizes of the runs in them."""
 
 from pathlib import Path
 
-from moejax.arena import format
-from moejax.config import ModelConfig
+from moejax.arena import geometry
+from moejax.config import ModelConfig, Quantization
 
 LINEARS = ("gate_up", "down")
 
@@ -23,17 +23,32 @@ def experts_path(folder: Path, layer: int) -> Path:
     return folder / "experts" / f"{layer}.safetensors"
 
 
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Stored rows and columns of an expert's two linears; gate over up, each padded to 64 rows."""
-    width, hidden = config.moe.expert_width, config.hidden_size
+def linears_path(folder: Path, name: str) -> Path:
+    """The file of the planes and tables of a stacked dense tensor."""
+    return folder / "linears" / f"{name}.safetensors"
+
+
+def sensitivity_path(folder: Path) -> Path:
+    """The file that says what each width costs in accuracy."""
+    return folder / "sensitivity.safetensors"
+
+
+def expert_words(config: ModelConfig, quantization: Quantization | None) -> dict[str, int]:
+    """Words of the runs of an expert, by name: `gate_up.dense`, `down.plane.0`, ….
+
+    Dense runs are in the dtype of the checkpoint.
+    """
+    shapes = geometry.linear_shapes(config, quantization)
     return {
-        "gate_up": (2 * format.pad_to(width, format.ATOM_ROWS), hidden),
-        "down": (hidden, width),
+        f"{linear}.{name}": size // 4
+        for linear, shape in zip(LINEARS, shapes, strict=True)
+        for name, size in geometry.run_sizes(shape, config.dtype, quantization).items()
     }
 
 
-def run_words(shape: tuple[int, int], dtype: str) -> int:
-    """Words of the dense run of a matrix."""
-    rows, columns = shape
-    padded_rows = format.pad_to(rows, format.ATOM_ROWS)
-    return padded_rows * format.dense_words(columns, format.DTYPES[dtype].itemsize)
+def linear_words(
+    shape: geometry.LinearShape, dtype: str, quantization: Quantization
+) -> dict[str, int]:
+    """Words of the runs of a dense tensor that is stored as codes: `plane.0`, …."""
+    sizes = geometry.run_sizes(shape, dtype, quantization)
+    return {name: size // 4 for name, size in sizes.items()}

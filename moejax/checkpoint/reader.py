@@ -1,6 +1,7 @@
 """Reading a checkpoint folder: dense tensors one by one, experts as memory maps."""
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import UInt32
 
-from moejax.checkpoint import dense, layout
-from moejax.checkpoint.manifest import Manifest, read_manifest
+from moejax.arena import geometry
+from moejax.checkpoint import dense, layout, sensitivity
+from moejax.checkpoint.manifest import DenseTensor, Manifest, read_manifest
 from moejax.checkpoint.run_file import RunFile, open_run_file
-from moejax.config import ModelConfig
+from moejax.checkpoint.sensitivity import Sensitivity
+from moejax.config import ModelConfig, Quantization
 from moejax.errors import CheckpointError
 
 
@@ -24,6 +27,7 @@ class Checkpoint:
         self.folder = folder
         self._manifest = manifest
         self._expert_files: dict[int, RunFile] = {}
+        self._linear_files: dict[str, RunFile] = {}
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
@@ -59,6 +63,10 @@ class Checkpoint:
         """The dtype that a dense tensor is stored in."""
         return self._manifest.dense[name].dtype
 
+    def dense_tensor(self, name: str) -> DenseTensor:
+        """What a dense tensor must be."""
+        return self._manifest.dense[name]
+
     def read_dense(
         self, name: str, dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None
     ) -> jax.Array:
@@ -86,28 +94,73 @@ class Checkpoint:
             return jnp.asarray(array)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def expert_runs(self, layer: int) -> dict[str, UInt32[np.ndarray, "experts words"]]:
-        """The dense runs of a layer's experts, `gate_up` and `down`, as read-only memory maps."""
-        runs = self._expert_file(layer).runs
-        return {linear: runs[f"{linear}.dense"] for linear in layout.LINEARS}
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the experts are stored; None: at width 16 only."""
+        return self._manifest.quantization
 
-    def verify_expert(self, layer: int, expert: int) -> None:
-        """Raises CheckpointError if the CRC-32 of a run of the expert is wrong."""
-        self._expert_file(layer).verify(expert)
+    def sensitivity(self) -> Sensitivity:
+        """What each width costs, of a quantised checkpoint."""
+        crc32 = self._manifest.sensitivity
+        if crc32 is None:
+            raise CheckpointError(f"{self.folder} is not quantised: it has no sensitivities")
+        return sensitivity.read(self.folder, crc32)
+
+    def expert_runs(self, layer: int) -> dict[str, UInt32[np.ndarray, "experts words"]]:
+        """The runs of a layer's experts, `gate_up.dense` …, as read-only memory maps."""
+        return self._expert_file(layer).runs
+
+    def verify_expert(self, layer: int, expert: int, names: Collection[str] | None = None) -> None:
+        """Raises CheckpointError if the CRC-32 of a run of the expert is wrong.
+
+        `names`: which runs; None: all.
+        """
+        self._expert_file(layer).verify(expert, names)
+
+    def linear_names(self) -> tuple[str, ...]:
+        """The names of the stacked dense tensors that are stored as codes, sorted."""
+        return tuple(sorted(self._manifest.linears))
+
+    def linear_dtype(self, name: str) -> str:
+        """The dtype of the dense run of such a tensor, or of what it was made from."""
+        return self._manifest.linears[name].dtype
+
+    def linear_shape(self, name: str) -> tuple[int, ...]:
+        """[repeats, rows, columns] of such a tensor."""
+        return self._manifest.linears[name].shape
+
+    def linear_runs(self, name: str) -> dict[str, UInt32[np.ndarray, "repeats words"]]:
+        """Its runs, `plane.0` …, as read-only memory maps."""
+        return self._linear_file(name).runs
+
+    def verify_linear(self, name: str, repeat: int, names: Collection[str] | None = None) -> None:
+        """Raises CheckpointError if the CRC-32 of one of its runs is wrong."""
+        self._linear_file(name).verify(repeat, names)
+
+    def _linear_file(self, name: str) -> RunFile:
+        if name not in self._linear_files:
+            quantization, tensor = self.quantization, self._manifest.linears[name]
+            if quantization is None:
+                raise AssertionError("linears without a quantization")
+            shape = geometry.linear_shape(quantization, name, tensor.shape)
+            self._linear_files[name] = open_run_file(
+                layout.linears_path(self.folder, name),
+                owner=name,
+                count=tensor.shape[0],
+                words=layout.linear_words(shape, tensor.dtype, quantization),
+                crc32=tensor.crc32,
+            )
+        return self._linear_files[name]
 
     def _expert_file(self, layer: int) -> RunFile:
         if layer not in self._expert_files:
             if layer not in self.config.moe_layers:
                 raise ValueError(f"layer {layer} has no experts")
-            words = {
-                f"{linear}.dense": layout.run_words(shape, self.config.dtype)
-                for linear, shape in layout.linear_shapes(self.config).items()
-            }
             self._expert_files[layer] = open_run_file(
                 layout.experts_path(self.folder, layer),
-                layer=layer,
-                num_experts=self.config.moe.router.num_experts,
-                words=words,
+                owner=str(layer),
+                count=self.config.moe.router.num_experts,
+                words=layout.expert_words(self.config, self.quantization),
                 crc32=self._manifest.experts[layer],
             )
         return self._expert_files[layer]

@@ -27,6 +27,14 @@ from moejax.config.model import (
     config_to_json,
     segments_of,
 )
+from moejax.config.quantization import (
+    DENSE_WIDTH,
+    MAX_ROWS_PER_TABLE,
+    Quantization,
+    quantization_from_json,
+    quantization_to_json,
+    rows_per_table,
+)
 from moejax.config.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -38,9 +46,11 @@ from moejax.config.rope import (
 from moejax.config.values import MAX_FLOAT, MAX_INTEGER, MAX_LAYERS, Dtype
 
 __all__ = [
+    "DENSE_WIDTH",
     "MAX_FLOAT",
     "MAX_INTEGER",
     "MAX_LAYERS",
+    "MAX_ROWS_PER_TABLE",
     "Activation",
     "AnyAttention",
     "Attention",
@@ -59,6 +69,7 @@ __all__ = [
     "MlpAndMoe",
     "ModelConfig",
     "Moe",
+    "Quantization",
     "Reach",
     "Rope",
     "RopeScaling",
@@ -68,5 +79,8 @@ __all__ = [
     "YarnScaling",
     "config_from_json",
     "config_to_json",
+    "quantization_from_json",
+    "quantization_to_json",
+    "rows_per_table",
     "segments_of",
 ]

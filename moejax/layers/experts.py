@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from moejax.arena.geometry import LinearShape
-from moejax.arena.state import decode_dense, gather_pages
+from moejax.arena.geometry import Runs
+from moejax.arena.state import read_linear
 from moejax.config import Activation
 from moejax.layers.linear import product, product_with_bias
 from moejax.layers.mlp import activate
@@ -75,31 +75,36 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """Experts of width 16 in the pages of an arena, through the expert table of one layer."""
+    """Experts in the pages of an arena, through the expert table of one layer, at any widths."""
 
     pages: UInt32[Array, "pages words"]
     host: UInt32[Array, "host_pages words"] | None
     gate_up_pages: Int32[Array, "experts slots"]
     down_pages: Int32[Array, "experts slots2"]
-    gate_up_shape: LinearShape
-    down_shape: LinearShape
-    dtype: str
+    widths: Int32[Array, "experts 2"]
+    """Of gate_up and down."""
+    gate_up: Runs
+    down: Runs
 
     @property
     def num_experts(self) -> int:
         return self.gate_up_pages.shape[0]
 
     def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
-        gate, up = self._matrices(self.gate_up_pages, self.gate_up_shape, expert)
-        (down,) = self._matrices(self.down_pages, self.down_shape, expert)
-        return ExpertWeights(gate, up, down)
+        gate_up, down = lax.dynamic_index_in_dim(self.widths, expert, keepdims=False)
+        gate, up = self._matrices(self.gate_up_pages, self.gate_up, expert, gate_up)
+        (only,) = self._matrices(self.down_pages, self.down, expert, down)
+        return ExpertWeights(gate, up, only)
 
     def _matrices(
-        self, table: Int32[Array, "experts slots"], shape: LinearShape, expert: Int32[Array, ""]
+        self,
+        table: Int32[Array, "experts slots"],
+        runs: Runs,
+        expert: Int32[Array, ""],
+        width: Int32[Array, ""],
     ) -> Float[Array, "parts rows columns"]:
-        ids = lax.dynamic_index_in_dim(table, expert, keepdims=False)
-        run = gather_pages(self.pages, ids, self.host).reshape(-1)
-        return decode_dense(run, shape, self.dtype)
+        slots = lax.dynamic_index_in_dim(table, expert, keepdims=False)
+        return read_linear(self.pages, self.host, slots, width, runs)
 
 
 class Tiles(NamedTuple):
@@ -154,6 +159,12 @@ def run_experts(
     of x, or float32), and rounded once. `weights_input`: the weights multiply the inputs of the
     experts instead, in the dtype of x.
     """
+    # It imports this module.
+    from moejax.layers.every_token import EveryToken, run_every_token
+
+    if isinstance(experts, EveryToken):
+        options: Any = {"activation": activation, "weights_input": weights_input, "bias": bias}
+        return run_every_token(x, topk_ids, topk_weights, valid, experts, **options)
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
     tiles = make_tiles(topk_ids, valid, experts.num_experts, size)

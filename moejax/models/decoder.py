@@ -20,8 +20,9 @@ from moejax.layers.linear import Embedding, Linear, Norm, Stack, make_norm, prod
 from moejax.layers.mla import MlaLayer
 from moejax.layers.mlp import MlpLayer
 from moejax.layers.moe import MlpAndMoeLayer, MoeLayer
+from moejax.layers.router import Routing
 
-Params = dict[str, Any]
+Params = dict[Any, Any]
 """The decoder's weights, without routed experts, as a plain nested dictionary."""
 
 
@@ -49,6 +50,15 @@ class Memory(Protocol):
 
     def layers(self, segment: int) -> tuple[Any, ...]:
         """For each kind of the segment's period, its layers' inputs, stacked over the repeats."""
+        ...
+
+    def linears(
+        self, carry: Any, segment: int, index: int, layer: Any
+    ) -> dict[str, Float[Array, "rows columns"]]:
+        """The matrices of a layer that are not among the decoder's weights, by their names in it.
+
+        `segment` and `index` say which block of which period the layer is of.
+        """
         ...
 
     def attend(
@@ -102,16 +112,36 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
-        kind = self.kind
+        x, carry = self.add_attention(x, carry, layer, memory)
+        return self.add_feed_forward(x, carry, layer, memory), carry
+
+    def add_attention(
+        self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
+    ) -> tuple[Float[Array, "tokens hidden"], Any]:
+        """The first half: x + attention(norm(x)), and the carry."""
         qkv = self.attention.project(
             self.attention_norm(x), memory.positions, memory.uses_long_rope
         )
-        carry, o = memory.attend(carry, layer, qkv, kind.attention)
+        carry, o = memory.attend(carry, layer, qkv, self.kind.attention)
         y = self.attention.output(o)
-        x = x + (self.attention_post_norm(y) if kind.post_norms else y)
+        return x + (self.attention_post_norm(y) if self.kind.post_norms else y), carry
+
+    def route(self, x: Float[Array, "tokens hidden"]) -> Routing:
+        """Where the second half sends tokens, of a layer with routed experts."""
+        part = self.feed_forward
+        if isinstance(part, MlpLayer):
+            raise ValueError("a layer without routed experts sends tokens nowhere")
+        if isinstance(part, MlpAndMoeLayer):
+            return part.moe.router(x)
+        return part.router(self.feed_forward_norm(x))
+
+    def add_feed_forward(
+        self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
+    ) -> Float[Array, "tokens hidden"]:
+        """The second half: x + feed_forward(norm(x)), scaled where the kind says so."""
         y = self._feed_forward(x, carry, layer, memory)
-        x = x + (self.feed_forward_post_norm(y) if kind.post_norms else y)
-        return (x * self.output_scale[...][None, :] if kind.output_scale else x), carry
+        x = x + (self.feed_forward_post_norm(y) if self.kind.post_norms else y)
+        return x * self.output_scale[...][None, :] if self.kind.output_scale else x
 
     def _feed_forward(
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
@@ -156,23 +186,40 @@ class Decoder(nnx.Module):
         self, tokens: Int32[Array, " tokens"], memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """The normed hidden states after the last layer, and the final carry."""
-        x = self.embed(tokens)
-        if self.config.embedding_scale is not None:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        state = x, memory.start()
+        state = self.embedded(tokens), memory.start()
         for number, blocks in enumerate(self.segments):
             graph, weights = nnx.split(blocks)
+            named = flatten_params(nnx.to_pure_dict(weights))
+            # What `bind` was not given lies in the memory.
+            present = {n: w for n, w in named.items() if not isinstance(w, jax.ShapeDtypeStruct)}
 
-            def body(state: Any, inputs: Any, graph: Any = graph) -> tuple[Any, None]:
+            def body(
+                state: Any,
+                inputs: Any,
+                graph: Any = graph,
+                names: tuple[str, ...] = tuple(named),
+                number: int = number,
+            ) -> tuple[Any, None]:
                 x, carry = state
-                weights, layers = inputs
-                for block, layer in zip(nnx.merge(graph, weights), layers, strict=True):
+                found, layers = dict(inputs[0]), inputs[1]
+                for index, layer in enumerate(layers):
+                    elsewhere = memory.linears(carry, number, index, layer)
+                    found |= {f"{index}.{name}": w for name, w in elsewhere.items()}
+                weights = nest_params({name: found[name] for name in names})
+                for block, layer in zip(nnx.merge(graph, nnx.State(weights)), layers, strict=True):
                     x, carry = block(x, carry, layer, memory)
                 return (x, carry), None
 
-            state, _ = lax.scan(body, state, (weights, memory.layers(number)))
+            state, _ = lax.scan(body, state, (present, memory.layers(number)))
         x, carry = state
         return self.norm(x), carry
+
+    def embedded(self, tokens: Int32[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+        """What goes into the first layer."""
+        x = self.embed(tokens)
+        if self.config.embedding_scale is not None:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        return x
 
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
         """The scores of the next token, in float32."""
@@ -192,11 +239,22 @@ def abstract_params(config: ModelConfig, dtype: str) -> Params:
 
 
 def bind(config: ModelConfig, dtype: str, params: Params) -> Decoder:
-    """A decoder with these weights. Called while a program is traced; costs no device time."""
+    """A decoder with these weights. Called while a program is traced; costs no device time.
+
+    Matrices of layers may be missing: those that the memory gives.
+    """
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype)))
     nnx.replace_by_pure_dict(state, params)
     decoder: Decoder = nnx.merge(graph, state)
     return decoder
+
+
+def bind_block(kind: LayerKind, config: ModelConfig, dtype: str, params: Params) -> Block:
+    """One layer with these weights, which are not stacked. Like `bind`."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Block(kind, config, stack=(), dtype=dtype)))
+    nnx.replace_by_pure_dict(state, params)
+    block: Block = nnx.merge(graph, state)
+    return block
 
 
 def flatten_params(params: Params) -> dict[str, Any]:
@@ -205,10 +263,15 @@ def flatten_params(params: Params) -> dict[str, Any]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
-def unflatten_params(named: dict[str, Any], like: Params) -> Params:
-    """The inverse of `flatten_params`, for the structure of `like`."""
-    names = list(flatten_params(like))
-    params: Params = jax.tree.unflatten(jax.tree.structure(like), [named[n] for n in names])
+def nest_params(named: dict[str, Any]) -> Params:
+    """The inverse of `flatten_params`. Parts of names that are numbers become numbers."""
+    params: Params = {}
+    for name, leaf in named.items():
+        *path, last = (int(part) if part.isdigit() else part for part in name.split("."))
+        at: Any = params
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = leaf
     return params
 
 

@@ -13,6 +13,7 @@ from moejax.arena.geometry import Geometry
 from moejax.arena.kinds import KvKind
 from moejax.arena.state import (
     ArenaState,
+    read_linear,
     read_tokens,
     values_to_words,
     words_to_values,
@@ -84,6 +85,9 @@ class LayerTables(NamedTuple):
     block_pages: Int32[Array, " kv_blocks"]
     gate_up_pages: Int32[Array, "experts slots"] | None
     down_pages: Int32[Array, "experts slots2"] | None
+    widths: Int32[Array, "experts 2"] | None
+    linears: dict[str, tuple[Int32[Array, " slots"], Int32[Array, ""]]]
+    """Slots and width of the matrices that are stored as codes, by their names in the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,24 +133,47 @@ class PagedMemory:
             within = [self.geometry.place_of(n)[1] for n in numbers]
             block_pages = self.state.block_pages[kind][0, jnp.array(within)]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
-            gate_up = self.state.gate_up_pages[0, jnp.array(moe)] if moe else None
-            down = self.state.down_pages[0, jnp.array(moe)] if moe else None
-            found.append(LayerTables(block_pages, gate_up, down))
+            state = self.state
+            experts = [
+                table[0, jnp.array(moe)] if moe else None
+                for table in (state.gate_up_pages, state.down_pages, state.widths)
+            ]
+            prefix = f"segments.{segment}.{index}."
+            linears = {
+                linear.name.removeprefix(prefix): (
+                    state.linear_pages[0, linear.first : linear.first + linear.repeats],
+                    state.linear_widths[0, linear.first : linear.first + linear.repeats],
+                )
+                for linear in self.geometry.linears
+                if linear.name.startswith(prefix)
+            }
+            found.append(LayerTables(block_pages, *experts, linears))
         return tuple(found)
 
     def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Paged:
-        geometry = self.geometry
-        if layer.gate_up_pages is None or layer.down_pages is None:
+        if layer.gate_up_pages is None or layer.down_pages is None or layer.widths is None:
             raise AssertionError("a layer without experts asks for them")
         return Paged(
             carry,
             None if self.state.host is None else self.state.host[0],
             layer.gate_up_pages,
             layer.down_pages,
-            geometry.gate_up,
-            geometry.down,
-            geometry.dtype,
+            layer.widths,
+            *self.geometry.expert_runs,
         )
+
+    def linears(
+        self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: LayerTables
+    ) -> dict[str, Float[Array, "rows columns"]]:
+        host = None if self.state.host is None else self.state.host[0]
+        found = {}
+        for linear in self.geometry.linears:
+            name = linear.name.removeprefix(f"segments.{segment}.{index}.")
+            if name != linear.name:
+                slots, width = layer.linears[name]
+                runs = self.geometry.runs_of(linear.shape)
+                found[name] = read_linear(carry, host, slots, width, runs)[0]
+        return found
 
     def attend(
         self,

@@ -6,15 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from moejax.arena.format import DTYPES, decode_dense, split_halves
+from moejax.arena.format import DTYPES, decode_dense
 from moejax.arena.geometry import linear_shapes
 from moejax.checkpoint import Checkpoint
-from moejax.config import AnyAttention, ModelConfig
+from moejax.checkpoint.layout import LINEARS
+from moejax.config import DENSE_WIDTH, AnyAttention, ModelConfig
 from moejax.layers.attention import Qkv, attend_rows, join_kv, split_kv, visible
 from moejax.layers.experts import Stacked
 from moejax.models.decoder import Params, bind
+from moejax.quant.linear import decode_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,9 @@ class WholeMemory:
             found.append(jax.tree.map(lambda *a: jnp.stack(a), *experts) if experts else None)
         return tuple(found)
 
+    def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, Any]:
+        return {}
+
     def attend(
         self, carry: None, layer: Any, qkv: Qkv, part: AnyAttention
     ) -> tuple[None, Float[Array, "tokens heads size"]]:
@@ -90,30 +95,56 @@ def forward(
     """
     rows, length = tokens.shape
     decoder = bind(config, dtype, params)
-    after = config.long_rope_after
-    long_rope = after is not None and (max_length or length) > after
+    long_rope = takes_long_rope(config, max_length or length)
     memory = WholeMemory(config, rows, length, stacked, long_rope)
     hidden, _ = decoder(tokens.reshape(-1), memory)
     return decoder.logits(hidden).reshape(rows, length, -1)
 
 
-def read_stacked(checkpoint: Checkpoint, dtype: str) -> dict[int, Stacked]:
-    """The experts of a checkpoint as ordinary arrays: layer number → its experts."""
-    config = checkpoint.config
-    gate_up, down = linear_shapes(config)
-    source = DTYPES[config.dtype]
+def takes_long_rope(config: ModelConfig, max_length: int) -> bool:
+    """Whether a sequence that may come to this length takes the long factors of longrope."""
+    after = config.long_rope_after
+    return after is not None and max_length > after
+
+
+def read_stacked(
+    checkpoint: Checkpoint,
+    dtype: str,
+    widths: Int[np.ndarray, "moe_layers experts 2"] | None = None,
+) -> dict[int, Stacked]:
+    """The experts of a checkpoint as ordinary arrays: layer number → its experts.
+
+    `widths`: of gate_up and down of each expert; None: 16.
+    """
+    config, experts = checkpoint.config, checkpoint.config.moe.router.num_experts
     found = {}
-    for layer in config.moe_layers:
-        runs = checkpoint.expert_runs(layer)
-        halves = [
-            split_halves(
-                decode_dense(run, gate_up.stored_rows, gate_up.columns, source), gate_up.rows
+    for number, layer in enumerate(config.moe_layers):
+        of_layer = np.full((experts, 2), DENSE_WIDTH) if widths is None else widths[number]
+        gate_up, down = (
+            jnp.stack(
+                [
+                    read_linear(checkpoint, layer, e, which, int(of_layer[e, which]), dtype)
+                    for e in range(experts)
+                ]
             )
-            for run in runs["gate_up"]
-        ]
-        downs = [decode_dense(run, down.rows, down.columns, source) for run in runs["down"]]
-        found[layer] = Stacked(
-            jnp.asarray(np.stack([np.stack(pair) for pair in halves]), dtype),
-            jnp.asarray(np.stack(downs), dtype),
+            for which in (0, 1)
         )
+        found[layer] = Stacked(gate_up, down[:, 0])
     return found
+
+
+def read_linear(
+    checkpoint: Checkpoint, layer: int, expert: int, which: int, width: int, dtype: str
+) -> Float[Array, "parts rows columns"]:
+    """The matrices of an expert's gate_up (which = 0) or down (1), at a width that is stored."""
+    config, runs = checkpoint.config, checkpoint.expert_runs(layer)
+    shape, linear = linear_shapes(config, checkpoint.quantization)[which], LINEARS[which]
+    if width == DENSE_WIDTH:
+        run = runs[f"{linear}.dense"][expert]
+        matrix = decode_dense(run, shape.stored_rows, shape.columns, DTYPES[config.dtype])
+        halves = matrix.reshape(shape.parts, -1, shape.columns)[:, : shape.rows]
+        return jnp.asarray(halves.astype(DTYPES[dtype]))
+    planes = np.stack([runs[f"{linear}.plane.{p}"][expert] for p in range(width)])
+    return decode_linear(planes, runs[f"{linear}.table.{width}"][expert], shape, width).astype(
+        dtype
+    )

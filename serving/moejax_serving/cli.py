@@ -145,6 +145,26 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         type=_positive,
         metavar="N",
     )
+    add(
+        "expert_bits",
+        "width of the experts of a quantised model: auto (the widest that fits), 2 to 8, 16 (as "
+        "they were, where the model was quantised with --keep-dense), or a file of widths",
+        type=_width_or_file,
+        metavar="auto|BITS|FILE",
+    )
+    add(
+        "linear_bits",
+        "width of attention and shared experts, where they are quantised",
+        type=_width,
+        metavar="auto|BITS",
+    )
+    add(
+        "planner",
+        "static: choose the width of each expert by what it costs in accuracy, within "
+        "--expert-memory; none: as --expert-bits says",
+        choices=("none", "static"),
+    )
+    add("expert_memory", "memory for experts, with --planner static", type=_size, metavar="SIZE")
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
     add(
         "skip_tokenizer_init",
@@ -240,6 +260,18 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _width_or_file(text: str) -> str | int:
+    """A number is a width; anything else the name of a file, or auto."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 3 else text
+
+
+def _width(text: str) -> str | int:
+    width = _width_or_file(text)
+    if isinstance(width, str) and width != "auto":
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a width: auto, 2 to 8, or 16")
+    return width
 
 
 def _positive(text: str) -> int:

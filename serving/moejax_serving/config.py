@@ -21,6 +21,14 @@ class EngineConfig:
     """Sequences that run at the same time; more wait."""
     max_num_batched_tokens: int = 512
     """Prompt tokens that one step may process; longer prompts take several steps."""
+    expert_bits: str | int = "auto"
+    """The width of all experts; the path of a file of widths; or auto: the widest that fits."""
+    linear_bits: str | int = "auto"
+    """The width of other linears that are stored as codes; auto: the widest that is stored."""
+    planner: str = "none"
+    """static: widths of experts by what they cost in accuracy, within `expert_memory`; none."""
+    expert_memory: int | None = None
+    """Bytes that planner static may spend on experts: pages of planes and tables."""
     seed: int = 0
     """Of requests that bring none of their own."""
     skip_tokenizer_init: bool = False
@@ -41,9 +49,30 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
         _check_int("seed", self.seed, 0)
+        self._check_widths()
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "warm_up", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+
+    def _check_widths(self) -> None:
+        for name in ("expert_bits", "linear_bits"):
+            value = getattr(self, name)
+            if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
+                raise ConfigError(f"{name} must be auto or a width, got {value!r}")
+            if isinstance(value, int) and not (2 <= value <= 8 or value == 16):
+                raise ConfigError(f"{name} must be a width from 2 to 8, or 16, got {_show(value)}")
+        if isinstance(self.linear_bits, str) and self.linear_bits != "auto":
+            raise ConfigError(f"linear_bits must be auto or a width, got {self.linear_bits!r}")
+        if self.planner not in ("none", "static"):
+            raise ConfigError(f"planner must be none or static, got {self.planner!r}")
+        if self.expert_memory is not None:
+            _check_int("expert_memory", self.expert_memory, 1)
+        if (self.planner == "static") != (self.expert_memory is not None):
+            raise ConfigError(
+                "planner static needs expert_memory, and expert_memory planner static"
+            )
+        if self.planner == "static" and self.expert_bits != "auto":
+            raise ConfigError("planner static chooses the widths: leave expert_bits at auto")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -15,20 +15,21 @@ from moejax.arena.geometry import Geometry, choose_geometry
 from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig
 from moejax.errors import CapacityError, ConfigError
-from moejax.models.decoder import abstract_params, params_bytes
+from moejax.models.decoder import abstract_params, flatten_params, params_bytes
 from moejax_serving.admission import ServedModel
 from moejax_serving.batch import Buckets, make_buckets
 from moejax_serving.compiles import keep_programs
 from moejax_serving.config import EngineConfig
 from moejax_serving.engine import Engine
 from moejax_serving.kv_blocks import BlockPool, root_key
-from moejax_serving.loader import empty_state, load_experts, load_params
+from moejax_serving.loader import empty_state, load_linears, load_params
 from moejax_serving.memory import MemoryPlan, human, most_blocks, plan_memory, workspace_bytes
 from moejax_serving.metrics import Metrics
 from moejax_serving.pages import PagePool
 from moejax_serving.runner import Runner
 from moejax_serving.scheduler import Scheduler
 from moejax_serving.tokenizer import Tokenizer, require_tokenizer
+from moejax_serving.widths import choose_widths
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +92,21 @@ def build_engine(
     """Plans the memory of a checkpoint's engine, then loads it and compiles its programs."""
     started = time.monotonic()
     parts = checkpoint.config
-    geometry = choose_geometry(parts, parts.dtype if config.dtype == "auto" else config.dtype)
-    max_model_len = _max_model_len(parts, config)
-    plan, max_model_len = _plan(parts, geometry, config, max_model_len)
+    geometry = choose_geometry(
+        parts,
+        parts.dtype if config.dtype == "auto" else config.dtype,
+        checkpoint.quantization,
+        {name: checkpoint.linear_shape(name) for name in checkpoint.linear_names()},
+    )
+    longest = _max_model_len(parts, config)
+    widths, (plan, max_model_len) = choose_widths(
+        checkpoint,
+        geometry,
+        config,
+        lambda widths: _plan(parts, geometry, config, longest, widths.pages(geometry)),
+    )
+    if checkpoint.quantization is not None:
+        logger.info("widths of experts and other linears: %s", widths.summary())
     for line in plan.lines():
         logger.info(line)
     metrics.set_memory(plan.kinds)
@@ -119,7 +132,7 @@ def build_engine(
         vocab_size=parts.vocab_size,
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
-    state = load_experts(checkpoint, geometry, state, pages, progress=progress)
+    state = load_linears(checkpoint, geometry, widths, state, pages, progress=progress)
     runner = Runner(parts, geometry, params, state, workspace=plan.workspace)
     scheduler = Scheduler(
         blocks,
@@ -209,11 +222,15 @@ def _plan(
     geometry: Geometry,
     config: EngineConfig,
     max_model_len: int,
+    weight_pages: int,
 ) -> tuple[MemoryPlan, int]:
     """The memory plan, and the longest sequence: shortened to what fits unless it was asked for."""
     device = device_bytes()
     most = host_bytes() if device is None else device
     buckets = _buckets(geometry, config, max_model_len)
+    coded = {linear.name for linear in geometry.linears}
+    named = flatten_params(abstract_params(parts, geometry.dtype))
+    dense = {name: leaf for name, leaf in named.items() if name not in coded}
 
     def plan(length: int) -> MemoryPlan:
         found = plan_memory(
@@ -221,13 +238,14 @@ def _plan(
             geometry,
             budget=config.memory_budget,
             device_bytes=device,
-            dense=params_bytes(abstract_params(parts, geometry.dtype)),
+            dense=params_bytes(dense),
             workspace=max(
                 workspace_bytes(parts, geometry, bucket, length) for bucket in buckets.largest()
             ),
             rows=config.max_num_seqs,
             max_model_len=length,
             max_query=_max_query(config, max_model_len),
+            weight_pages=weight_pages,
         )
         if found.budget > most:
             raise CapacityError(

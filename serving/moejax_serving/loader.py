@@ -10,35 +10,40 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from moejax.arena.format import (
-    DENSE_WIDTH,
-    DTYPES,
-    POISON_WORD,
-    decode_dense,
-    encode_dense,
-    to_pages,
-)
-from moejax.arena.geometry import Geometry, LinearShape
+from moejax.arena.format import DTYPES, POISON_WORD, decode_dense, encode_dense, to_pages
+from moejax.arena.geometry import Geometry, Runs
 from moejax.arena.state import ArenaState, write_pages
+from moejax.arena.widths import Widths
 from moejax.checkpoint import Checkpoint
+from moejax.checkpoint.layout import LINEARS
 from moejax.errors import CheckpointError
-from moejax.models.decoder import Params, abstract_params, flatten_params, unflatten_params
+from moejax.models.decoder import Params, abstract_params, flatten_params, nest_params
 from moejax_serving.memory import STAGING_BYTES
 from moejax_serving.pages import Owner, PagePool
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 
 def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params:
-    """The dense weights on the device, in the engine's dtype."""
-    like = abstract_params(checkpoint.config, dtype)
-    wanted = flatten_params(like)
+    """The dense weights on the device, in the engine's dtype; without those stored as codes."""
+    wanted = flatten_params(abstract_params(checkpoint.config, dtype))
+    coded = set(checkpoint.linear_names())
     have = set(checkpoint.dense_names())
-    if have != set(wanted):
-        missing, extra = sorted(set(wanted) - have), sorted(have - set(wanted))
+    if have | coded != set(wanted):
+        missing, extra = (
+            sorted(set(wanted) - have - coded),
+            sorted((have | coded) - set(wanted)),
+        )
         raise CheckpointError(
             f"{checkpoint.folder}: dense tensors missing: {missing[:3]}, unknown: {extra[:3]}"
         )
     named = {}
+    for name in coded:
+        if checkpoint.linear_shape(name) != wanted[name].shape:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} is {checkpoint.linear_shape(name)}, "
+                f"the model needs {wanted[name].shape}"
+            )
+        del wanted[name]
     for name, shape in tqdm(wanted.items(), "dense weights", disable=_quiet(progress)):
         array = checkpoint.read_dense(name, shape.dtype.name)
         if array.shape != shape.shape:
@@ -46,7 +51,7 @@ def load_params(checkpoint: Checkpoint, dtype: str, *, progress: bool) -> Params
                 f"{checkpoint.folder}: {name} is {array.shape}, the model needs {shape.shape}"
             )
         named[name] = array
-    return unflatten_params(named, like)
+    return nest_params(named)
 
 
 def empty_state(
@@ -60,12 +65,14 @@ def empty_state(
 ) -> ArenaState:
     """An arena of poison, and tables that point nowhere."""
     layers, experts = geometry.num_moe_layers, geometry.num_experts
-    gate_up, down = geometry.dense_pages
+    gate_up, down = geometry.expert_runs
     return ArenaState(
         pages=jnp.full((1, num_pages, geometry.page_words), POISON_WORD, jnp.uint32),
-        gate_up_pages=jnp.zeros((1, layers, experts, gate_up), jnp.int32),
-        down_pages=jnp.zeros((1, layers, experts, down), jnp.int32),
+        gate_up_pages=jnp.zeros((1, layers, experts, gate_up.num_slots), jnp.int32),
+        down_pages=jnp.zeros((1, layers, experts, down.num_slots), jnp.int32),
         widths=jnp.zeros((1, layers, experts, 2), jnp.int32),
+        linear_pages=jnp.zeros((1, geometry.num_linears, geometry.linear_slots), jnp.int32),
+        linear_widths=jnp.zeros((1, geometry.num_linears), jnp.int32),
         block_pages=tuple(
             jnp.zeros((1, len(kind.layers), blocks), jnp.int32)
             for kind, blocks in zip(geometry.kinds, max_blocks, strict=True)
@@ -87,61 +94,81 @@ def store_pages(pages: Any, ids: Any, values: Any) -> Any:
     return write_pages(pages[0], ids, values)[None]
 
 
-def load_experts(
-    checkpoint: Checkpoint, geometry: Geometry, state: ArenaState, pool: PagePool, *, progress: bool
+def load_linears(
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    widths: Widths,
+    state: ArenaState,
+    pool: PagePool,
+    *,
+    progress: bool,
 ) -> ArenaState:
-    """Writes all experts, at width 16, into pages of the pool, and fills the expert tables."""
-    config = checkpoint.config
-    tables = [
-        np.zeros((geometry.num_moe_layers, geometry.num_experts, slots), np.int32)
-        for slots in geometry.dense_pages
+    """Writes experts and other linears into pages of the pool, and fills the tables."""
+    experts = [
+        np.zeros((geometry.num_moe_layers, geometry.num_experts, runs.num_slots), np.int32)
+        for runs in geometry.expert_runs
     ]
+    others = np.zeros((geometry.num_linears, geometry.linear_slots), np.int32)
     writer = _PageWriter(state.pages, geometry.page_words)
-    bar = tqdm(total=geometry.expert_pages * geometry.page_bytes, desc="experts", unit="B",
+    bar = tqdm(total=widths.pages(geometry) * geometry.page_bytes, desc="experts", unit="B",
                unit_scale=True, disable=_quiet(progress))  # fmt: skip
-    for number, layer in enumerate(config.moe_layers):
-        for expert, runs in _layer_runs(checkpoint, geometry, layer):
-            for table, run in zip(tables, runs, strict=True):
-                values = to_pages(run, geometry.page_words)
-                ids = pool.take(len(values), Owner.WEIGHTS)
-                if ids is None:
-                    raise AssertionError("the memory plan has too few pages for the experts")
-                table[number, expert] = ids
-                writer.put(ids, values)
-                bar.update(values.nbytes)
+    for runs, slots, read in _linears(checkpoint, geometry, widths, experts, others):
+        for name, run in read.items():
+            values = to_pages(run, geometry.page_words)
+            ids = pool.take(len(values), Owner.WEIGHTS)
+            if ids is None:
+                raise AssertionError("the memory plan has too few pages for the experts")
+            first = runs.first_slot(name)
+            slots[first : first + len(ids)] = ids
+            writer.put(ids, values)
+            bar.update(values.nbytes)
     bar.close()
-    gate_up, down = (jnp.asarray(table[None]) for table in tables)
+    gate_up, down = (jnp.asarray(table[None]) for table in experts)
     return dataclasses.replace(
         state,
         pages=writer.finish(),
         gate_up_pages=gate_up,
         down_pages=down,
-        widths=jnp.full(state.widths.shape, DENSE_WIDTH, jnp.int32),
+        widths=jnp.asarray(widths.experts[None]),
+        linear_pages=jnp.asarray(others[None]),
+        linear_widths=jnp.asarray(widths.linears[None]),
     )
 
 
-def _layer_runs(
-    checkpoint: Checkpoint, geometry: Geometry, layer: int
-) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """(expert, (gate_up run, down run)) in the engine's dtype."""
-    runs = checkpoint.expert_runs(layer)
+def _linears(
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    widths: Widths,
+    experts: Sequence[np.ndarray],
+    others: np.ndarray,
+) -> Iterator[tuple[Runs, np.ndarray, dict[str, np.ndarray]]]:
+    """Of every linear: its runs, its slots, and what is resident of it, in the engine's dtype."""
     source = checkpoint.config.dtype
-    for expert in range(geometry.num_experts):
-        checkpoint.verify_expert(layer, expert)
-        yield (
-            expert,
-            (
-                _as_dtype(runs["gate_up"][expert], geometry.gate_up, source, geometry.dtype),
-                _as_dtype(runs["down"][expert], geometry.down, source, geometry.dtype),
-            ),
-        )
+    for number, layer in enumerate(checkpoint.config.moe_layers):
+        files = checkpoint.expert_runs(layer)
+        for expert in range(geometry.num_experts):
+            for which, (linear, runs) in enumerate(zip(LINEARS, geometry.expert_runs, strict=True)):
+                names = runs.resident(int(widths.experts[number, expert, which]))
+                checkpoint.verify_expert(layer, expert, [f"{linear}.{name}" for name in names])
+                read = {name: files[f"{linear}.{name}"][expert] for name in names}
+                yield runs, experts[which][number, expert], _as_dtype(read, runs, source)
+    for tensor in geometry.linears:
+        runs, files = geometry.runs_of(tensor.shape), checkpoint.linear_runs(tensor.name)
+        for repeat in range(tensor.repeats):
+            number = tensor.first + repeat
+            names = runs.resident(int(widths.linears[number]))
+            checkpoint.verify_linear(tensor.name, repeat, names)
+            read = {name: files[name][repeat] for name in names}
+            yield runs, others[number], _as_dtype(read, runs, checkpoint.linear_dtype(tensor.name))
 
 
-def _as_dtype(run: np.ndarray, shape: LinearShape, source: str, target: str) -> np.ndarray:
-    if source == target:
-        return np.asarray(run)
-    matrix = decode_dense(run, shape.stored_rows, shape.columns, DTYPES[source])
-    return encode_dense(matrix.astype(DTYPES[target]))
+def _as_dtype(read: dict[str, np.ndarray], runs: Runs, source: str) -> dict[str, np.ndarray]:
+    """The same with a dense run in the engine's dtype."""
+    if "dense" not in read or source == runs.dtype:
+        return read
+    shape = runs.shape
+    matrix = decode_dense(read["dense"], shape.stored_rows, shape.columns, DTYPES[source])
+    return read | {"dense": encode_dense(matrix.astype(DTYPES[runs.dtype]))}
 
 
 class _PageWriter:

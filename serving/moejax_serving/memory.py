@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from moejax.arena.format import DTYPES
-from moejax.arena.geometry import Geometry
-from moejax.config import AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelConfig
+from moejax.arena.geometry import Geometry, Runs
+from moejax.config import DENSE_WIDTH, AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelConfig
 from moejax.errors import CapacityError
 from moejax.layers.attention import value_size
 from moejax.layers.experts import MAX_TILE
@@ -89,7 +90,10 @@ def workspace_bytes(
     """
     itemsize = DTYPES[geometry.dtype].itemsize
     tokens, rows = bucket.layout.tokens, bucket.layout.rows
-    expert = sum(geometry.dense_pages) * geometry.page_bytes
+    linears = sum(_decoding_bytes(runs) for runs in geometry.expert_runs)
+    linears += max(
+        (_decoding_bytes(geometry.runs_of(t.shape)) for t in geometry.linears), default=0
+    )
     # Rows of one query attend all at once, those of several in tiles, one after the other.
     decode_rows = rows - bucket.prefill_rows
     queries = max(decode_rows, min(QUERY_TILE, bucket.max_query) if bucket.prefill_rows else 0)
@@ -112,7 +116,21 @@ def workspace_bytes(
     places = rows + (min(HEAD_TILE, tokens) if bucket.prefill_rows else 0)
     logits = 4 * places * config.vocab_size
     dense = itemsize * max(map(functools.partial(_layer_weights, config), config.layers))
-    return 3 * expert + dense + attention + 2 * activations + 6 * logits + (1 << 20)
+    return 3 * linears + dense + attention + 2 * activations + 6 * logits + (1 << 20)
+
+
+def _decoding_bytes(runs: Runs) -> int:
+    """A bound on what it takes to gather and decode a linear, a third of it."""
+    pages = max(runs.pages_at(width) for width in _widths_of(runs)) * runs.page_bytes
+    if runs.quantization is None:
+        return pages
+    weights = runs.shape.stored_rows * runs.shape.columns
+    # Codes and places in the table are 32 bits wide, whatever the dtype of the weights.
+    return pages + 8 * weights
+
+
+def _widths_of(runs: Runs) -> Sequence[int]:
+    return (DENSE_WIDTH,) if runs.quantization is None else runs.quantization.widths
 
 
 def _query_width(part: AnyAttention) -> int:
@@ -173,6 +191,7 @@ def plan_memory(
     rows: int,
     max_model_len: int,
     max_query: int,
+    weight_pages: int,
 ) -> MemoryPlan:
     """Divides a budget.
 
@@ -186,16 +205,19 @@ def plan_memory(
         rows: sequences that run at the same time.
         max_model_len: tokens of the longest sequence, whose KV must fit.
         max_query: most tokens of a sequence in one step.
+        weight_pages: pages of the experts and other linears at their widths.
 
     Raises:
         CapacityError: the model does not fit; with the numbers.
     """
-    experts = geometry.expert_pages * geometry.page_bytes
+    experts = weight_pages * geometry.page_bytes
     if device_bytes is not None:
         workspace += LIBRARY_WORKSPACE + largest_matrix_bytes(config, geometry.dtype)
-    linears = geometry.num_moe_layers * geometry.num_experts
+    slots = sum(runs.num_slots for runs in geometry.expert_runs) + 2
+    entries = geometry.num_moe_layers * geometry.num_experts * slots
+    entries += geometry.num_linears * (geometry.linear_slots + 1)
     row_entries = 1 + sum(kind.blocks_for(max_model_len) for kind in geometry.kinds)
-    tables = 4 * (linears * (sum(geometry.dense_pages) + 2) + rows * row_entries)
+    tables = 4 * (entries + rows * row_entries)
     tables += sampling_bytes(config, rows)
     fixed = dense + workspace + STAGING_BYTES + tables
     if budget is None:
@@ -229,7 +251,7 @@ def plan_memory(
         workspace=workspace,
         tables=tables + 4 * (geometry.num_layers + len(geometry.kinds) * kv_pages),
         staging=STAGING_BYTES,
-        num_pages=1 + geometry.expert_pages + kv_pages,
+        num_pages=1 + weight_pages + kv_pages,
         kv_pages=kv_pages,
         block_pages=geometry.block_pages,
         block_size=geometry.block_size,

@@ -10,6 +10,7 @@ from moejax.arena import format
 from moejax.arena.geometry import (
     PAGE_SIZES,
     LinearShape,
+    Runs,
     choose_geometry,
     kv_kinds,
     linear_shapes,
@@ -17,12 +18,14 @@ from moejax.arena.geometry import (
     page_waste,
     waste_by_use,
 )
+from moejax.arena.widths import uniform
 from moejax.config import (
     Attention,
     LayerKind,
     Mlp,
     ModelConfig,
     Moe,
+    Quantization,
     Rope,
     Router,
     Segment,
@@ -121,7 +124,7 @@ def test_bytes_of_a_token_in_one_layer(name: str, bfloat16: int, block_size: int
 def test_published_shapes_waste_at_most_4_percent(name: str) -> None:
     geometry = choose_geometry(PUBLISHED[name], "bfloat16")
     used = geometry.gate_up.dense_bytes("bfloat16") + geometry.down.dense_bytes("bfloat16")
-    taken = sum(geometry.dense_pages) * geometry.page_bytes
+    taken = sum(runs.pages("dense") for runs in geometry.expert_runs) * geometry.page_bytes
     (kind,) = geometry.kinds
     cache = kind.block_size * kind.token_bytes
     assert 0.96 * taken <= used <= taken
@@ -175,8 +178,10 @@ def test_a_geometry_by_hand() -> None:
     assert (few.token_bytes, many.token_bytes) == (2 * 2 * 16 * 4, 2 * 3 * 16 * 4)
     assert (few.token_words, many.token_words) == (64, 96)
     assert (few.block_size, many.block_size) == (64, 40)  # 42 of 384 bytes would fit
-    assert geometry.dense_pages == (3, 2)  # 128 x 96 words are 3 pages; 128 x 40 are 1.25
-    assert geometry.expert_pages == 2 * 5 * 5
+    # 128 x 96 words are 3 pages; 128 x 40 are 1.25.
+    assert [runs.pages_at(16) for runs in geometry.expert_runs] == [3, 2]
+    assert [runs.num_slots for runs in geometry.expert_runs] == [3, 2]
+    assert uniform(geometry, 16).pages(geometry) == 2 * 5 * 5
     assert geometry.block_size == 320  # five blocks of 64, eight of 40
     assert geometry.block_pages == 1 * 5 + 2 * 8
 
@@ -206,9 +211,17 @@ def test_the_page_size_wastes_least_and_a_block_is_full_or_in_eights(
     else:
         assert kind.block_size >= 4  # 16 KiB hold two of the largest tokens, 64 KiB eight
         assert 0 <= left < kind.token_bytes
-    for shape, pages in zip((geometry.gate_up, geometry.down), geometry.dense_pages, strict=True):
-        assert (pages - 1) * geometry.page_bytes < shape.dense_bytes(dtype)
-        assert shape.dense_bytes(dtype) <= pages * geometry.page_bytes
+    for runs in geometry.expert_runs:
+        pages = runs.pages("dense")
+        assert (pages - 1) * geometry.page_bytes < runs.shape.dense_bytes(dtype)
+        assert runs.shape.dense_bytes(dtype) <= pages * geometry.page_bytes
+
+
+def resident_kib(shape: LinearShape, width: int) -> list[int]:
+    """KiB of the runs that are on a device, of a linear with widths from 3 to 6."""
+    bits = Quantization(seed_bits=3, parent_bits=6)
+    runs = Runs(shape=shape, dtype="bfloat16", page_bytes=16384, quantization=bits)
+    return [runs.sizes[name] >> 10 for name in runs.resident(width)]
 
 
 def waste_of_sizes(config: ModelConfig) -> list[float]:
@@ -229,8 +242,8 @@ def test_a_smaller_page_is_taken_where_it_wastes_less() -> None:
     dense = [shape.dense_bytes("bfloat16") >> 10 for shape in (gate_up, down)]
     assert dense == [48, 24]
     # Six planes, and tables of 6 and 5 bits, are 19 pages of 16 KiB, 17 of 32 and 16 of 64.
-    assert [run >> 10 for run in gate_up.resident_runs(6)] == [6] * 6 + [48, 24]
-    assert [run >> 10 for run in down.resident_runs(6)] == [2] * 6 + [8, 4]
+    assert resident_kib(gate_up, 6) == [6] * 6 + [24, 48]
+    assert resident_kib(down, 6) == [2] * 6 + [4, 8]
     runs = 6 * 6 + 48 + 24 + 6 * 2 + 8 + 4
     geometry = choose_geometry(config, "bfloat16")
     waste = waste_by_use(geometry)
@@ -244,8 +257,8 @@ def test_a_smaller_page_is_taken_where_it_wastes_less() -> None:
 
 def test_the_smallest_width_has_one_table() -> None:
     gate_up, _ = linear_shapes(published(layers=1, hidden=64, width=192, experts=4, kv_heads=1))
-    assert [run >> 10 for run in gate_up.resident_runs(3)] == [6] * 3 + [6]
-    assert [run >> 10 for run in gate_up.resident_runs(4)] == [6] * 4 + [12, 6]
+    assert resident_kib(gate_up, 3) == [6] * 3 + [6]
+    assert resident_kib(gate_up, 4) == [6] * 4 + [6, 12]
 
 
 def test_the_waste_of_the_cache_is_not_hidden_by_that_of_the_experts() -> None:

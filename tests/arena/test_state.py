@@ -177,7 +177,8 @@ def test_tokens_are_read_in_the_order_of_their_blocks() -> None:
 
 MOE_LAYERS, EXPERTS = 2, 3
 ROWS = 4
-SLOTS = {"gate_up_pages": 4, "down_pages": 2}
+LINEARS = 4  # that are not experts
+SLOTS = {"gate_up_pages": 4, "down_pages": 2, "linear_pages": 3}
 
 
 class Kind(NamedTuple):
@@ -191,7 +192,7 @@ class Kind(NamedTuple):
 KINDS = (Kind(3, 5, 3), Kind(1, 6, 2), Kind(2, 3, 4))
 
 
-def make_layout(num_kinds: int, expert_edits: int = 5) -> Layout:
+def make_layout(num_kinds: int, expert_edits: int = 6) -> Layout:
     kinds = tuple(KvLayout(layers=kind.layers, blocks=3, row_edits=4) for kind in KINDS[:num_kinds])
     return Layout(tokens=1, rows=1, expert_edits=expert_edits, kinds=kinds)
 
@@ -216,6 +217,8 @@ def make_state(num_kinds: int = 3) -> ArenaState:
         gate_up_pages=table(MOE_LAYERS, EXPERTS, SLOTS["gate_up_pages"]),
         down_pages=table(MOE_LAYERS, EXPERTS, SLOTS["down_pages"]),
         widths=table(MOE_LAYERS, EXPERTS, 2),
+        linear_pages=table(LINEARS, SLOTS["linear_pages"]),
+        linear_widths=table(LINEARS),
         block_pages=tuple(table(kind.layers, kind.blocks) for kind in kinds),
         block_tables=tuple(table(ROWS, kind.blocks_per_row) for kind in kinds),
         last_tokens=jnp.arange(ROWS, dtype=jnp.int32),
@@ -226,7 +229,8 @@ def make_state(num_kinds: int = 3) -> ArenaState:
 
 
 def tables_of(state: ArenaState) -> dict[str, np.ndarray]:
-    names = ("gate_up_pages", "down_pages", "widths", "last_tokens")
+    names = ("gate_up_pages", "down_pages", "widths", "linear_pages", "linear_widths")
+    names = (*names, "last_tokens")
     found = {name: np.array(getattr(state, name)) for name in names}
     for name in ("block_pages", "block_tables"):
         found |= {f"{name}.{i}": np.array(t) for i, t in enumerate(getattr(state, name))}
@@ -243,6 +247,14 @@ def edited_by_loops(tables: dict[str, np.ndarray], control: Control) -> dict[str
         for row, index, block in edits.rows:
             tables[f"block_tables.{i}"][0, row, index] = block
     for kind, linear, slot, value in control.expert_edits:
+        if kind == 2:
+            at = (
+                ("linear_widths", (0, linear))
+                if slot == -1
+                else ("linear_pages", (0, linear, slot))
+            )
+            tables[at[0]][at[1]] = value
+            continue
         layer, expert = divmod(linear, EXPERTS)
         if slot == -1:
             tables["widths"][0, layer, expert, kind] = value
@@ -268,7 +280,14 @@ def test_edits_by_hand() -> None:
             KvEdits(blocks=[(4, 14), (5, 15)]),
             KvEdits(rows=[(3, 3, 2), (0, 0, 1), (3, 2, 2)]),
         ],
-        expert_edits=[(0, 5, 3, 21), (1, 0, 1, -7), (0, 4, -1, 16), (1, 4, -1, 2)],
+        expert_edits=[
+            (0, 5, 3, 21),
+            (1, 0, 1, -7),
+            (0, 4, -1, 16),
+            (1, 4, -1, 2),
+            (2, 3, 2, 22),
+            (2, 1, -1, 6),
+        ],
     )
     found = tables_of(apply(make_state(), jnp.asarray(pack(control, LAYOUT))))
     assert found["block_pages.0"][0, :, 4].tolist() == [11, 12, 13]
@@ -278,6 +297,8 @@ def test_edits_by_hand() -> None:
     assert found["gate_up_pages"][0, 1, 2, 3] == 21  # linear 5 is expert 2 of layer 1
     assert found["down_pages"][0, 0, 0, 1] == -7  # a page of the host
     assert found["widths"][0, 1, 1].tolist() == [16, 2]
+    assert found["linear_pages"][0, 3, 2] == 22
+    assert found["linear_widths"][0, 1] == 6
     before = tables_of(make_state())
     changed = {name: int((found[name] != before[name]).sum()) for name in found}
     assert {name: count for name, count in changed.items() if count} == {
@@ -288,16 +309,18 @@ def test_edits_by_hand() -> None:
         "gate_up_pages": 1,
         "down_pages": 1,
         "widths": 2,
+        "linear_pages": 1,
+        "linear_widths": 1,
     }
 
 
 pages_of_edits = st.integers(-HOST_PAGES, PAGES - 1)
 expert_edits = st.lists(
-    st.integers(0, 1).flatmap(
+    st.integers(0, 2).flatmap(
         lambda kind: st.tuples(
             st.just(kind),
-            st.integers(0, MOE_LAYERS * EXPERTS - 1),
-            st.integers(-1, SLOTS["down_pages" if kind else "gate_up_pages"] - 1),
+            st.integers(0, (LINEARS if kind == 2 else MOE_LAYERS * EXPERTS) - 1),
+            st.integers(-1, list(SLOTS.values())[kind] - 1),
             pages_of_edits,
         )
     ),

@@ -262,10 +262,10 @@ def _expert_tensors(checkpoint: Checkpoint, layer: int, moe: Moe) -> dict[str, n
         checkpoint.verify_expert(layer, e)
         at = f"layers.{layer}.experts.{e}"
         rows = 2 * format.pad_to(width, 64)
-        gate_up = format.decode_dense(np.asarray(runs["gate_up"][e]), rows, hidden, dtype)
+        gate_up = format.decode_dense(np.asarray(runs["gate_up.dense"][e]), rows, hidden, dtype)
         tensors[f"{at}.gate"], tensors[f"{at}.up"] = format.split_halves(gate_up, width)
         tensors[f"{at}.down"] = format.decode_dense(
-            np.asarray(runs["down"][e]), hidden, width, dtype
+            np.asarray(runs["down.dense"][e]), hidden, width, dtype
         )
     return tensors
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.arena import format
-from moejax.arena.geometry import LinearShape
+from moejax.arena.geometry import LinearShape, Runs
 from moejax.layers.experts import (
     Experts,
     ExpertWeights,
@@ -94,6 +94,10 @@ def test_every_valid_slot_is_in_one_tile_of_its_expert(case: TileCase, data: st.
 # Products.
 
 HIDDEN, WIDTH = 12, 9
+SHAPES_OF_LINEARS = (
+    LinearShape(parts=2, rows=WIDTH, columns=HIDDEN),
+    LinearShape(parts=1, rows=HIDDEN, columns=WIDTH),
+)
 PAGE_WORDS = 256
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 
@@ -199,9 +203,11 @@ def paged(pages: Pages, dtype: str) -> Paged:
         pages.host,
         pages.gate_up,
         pages.down,
-        LinearShape(parts=2, rows=WIDTH, columns=HIDDEN),
-        LinearShape(parts=1, rows=HIDDEN, columns=WIDTH),
-        dtype,
+        jnp.full((len(pages.down), 2), 16, jnp.int32),
+        *(
+            Runs(shape=shape, dtype=dtype, page_bytes=4 * PAGE_WORDS, quantization=None)
+            for shape in SHAPES_OF_LINEARS
+        ),
     )
 
 

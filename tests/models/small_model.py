@@ -15,7 +15,8 @@ from moejax.arena import format
 from moejax.arena.control import Control, KvEdits, KvLayout, Layout, RowControl, pack, unpack
 from moejax.arena.geometry import Geometry, make_geometry
 from moejax.arena.state import ArenaState, apply_edits
-from moejax.config import ModelConfig
+from moejax.arena.widths import uniform
+from moejax.config import DENSE_WIDTH, ModelConfig
 from moejax.layers.experts import Stacked
 from moejax.models import whole
 from moejax.models.decoder import Params, abstract_params, bind
@@ -188,10 +189,10 @@ class Arena:
         reuses: bool = False,
     ) -> None:
         self.name, self.reuses = name, reuses
-        self.model = make_model(name, dtype)
+        self.model = self._make_model(name, dtype)
         geometry = self.model.geometry
         max_blocks = [1 + TABLE_ROWS * kind.blocks_for(LENGTH) for kind in geometry.kinds]
-        num_pages = 1 + geometry.expert_pages
+        num_pages = 1 + self._weight_pages()
         for kind, blocks in zip(geometry.kinds, max_blocks, strict=True):
             num_pages += (blocks - 1) * kind.pages_per_block
         rng = np.random.default_rng(seed)
@@ -201,12 +202,10 @@ class Arena:
         self.held: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in max_blocks]
         self.num_given_back = 0
         pages = np.full((1, num_pages, geometry.page_words), format.POISON_WORD, np.uint32)
-        gate_up, down = self._store_experts(pages[0])
+        tables = self._store_weights(pages[0])
         self.state = ArenaState(
             pages=jnp.asarray(pages),
-            gate_up_pages=jnp.asarray(gate_up[None]),
-            down_pages=jnp.asarray(down[None]),
-            widths=jnp.full((1, *gate_up.shape[:2], 2), format.DENSE_WIDTH, jnp.int32),
+            **{name: jnp.asarray(table[None]) for name, table in tables.items()},
             block_pages=tuple(
                 jnp.zeros((1, kind.pages_per_block, blocks), jnp.int32)
                 for kind, blocks in zip(geometry.kinds, max_blocks, strict=True)
@@ -221,11 +220,19 @@ class Arena:
             bias_values=jnp.zeros((TABLE_ROWS, BIASES), jnp.float32),
         )
 
-    def _store_experts(self, pages: np.ndarray) -> list[np.ndarray]:
+    def _make_model(self, name: str, dtype: str) -> Model:
+        return make_model(name, dtype)
+
+    def _weight_pages(self) -> int:
+        geometry = self.model.geometry
+        return uniform(geometry, DENSE_WIDTH).pages(geometry)
+
+    def _store_weights(self, pages: np.ndarray) -> dict[str, np.ndarray]:
+        """Writes the experts into pages; the tables that find them."""
         geometry = self.model.geometry
         tables = [
-            np.zeros((geometry.num_moe_layers, geometry.num_experts, slots), np.int32)
-            for slots in geometry.dense_pages
+            np.zeros((geometry.num_moe_layers, geometry.num_experts, runs.num_slots), np.int32)
+            for runs in geometry.expert_runs
         ]
         for layer, experts in enumerate(self.model.stacked.values()):
             for e in range(geometry.num_experts):
@@ -235,7 +242,14 @@ class Arena:
                     run = format.to_pages(format.encode_dense(matrix), geometry.page_words)
                     ids = [self._free_pages.pop() for _ in run]
                     pages[ids], table[layer, e] = run, ids
-        return tables
+        gate_up, down = tables
+        return {
+            "gate_up_pages": gate_up,
+            "down_pages": down,
+            "widths": np.full((*gate_up.shape[:2], 2), DENSE_WIDTH, np.int32),
+            "linear_pages": np.zeros((0, 0), np.int32),
+            "linear_widths": np.zeros(0, np.int32),
+        }
 
     def control(self, rows: list[RowControl]) -> Control:
         """What the step is told, with the blocks that these tokens begin."""

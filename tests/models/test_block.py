@@ -59,6 +59,9 @@ class Tokens(NamedTuple):
     def layers(self, segment: int) -> tuple[Any, ...]:
         return (jnp.zeros(1),)
 
+    def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, jax.Array]:
+        return {}
+
     def attend(
         self, carry: None, layer: Any, qkv: Qkv, part: AnyAttention
     ) -> tuple[None, jax.Array]:

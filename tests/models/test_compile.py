@@ -1,6 +1,8 @@
 """The step's programs as compiled: the arena stays in place, temporaries in bounds."""
 
 import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,12 @@ from moejax.config import (
     Mlp,
     ModelConfig,
     Moe,
+    Quantization,
     Rope,
     Router,
     segments_of,
 )
-from moejax.models.decoder import abstract_params
+from moejax.models.decoder import abstract_params, flatten_params, nest_params
 from moejax.models.step import COMPILER_OPTIONS, step
 from moejax_serving.batch import make_buckets
 from moejax_serving.loader import empty_state
@@ -73,6 +76,8 @@ FAMILIES = {
     "gpt-oss": with_layers(published_config("gpt-oss-20b"), 4),
     "llama-4": with_layers(published_config("Llama-4-Scout"), 8),
 }
+# Experts, attention and shared experts as codes.
+QUANTIZED = "qwen1.5-moe 6 bits"
 BUCKETS = {
     "decode 1": lambda buckets: buckets.decode(1),
     "decode 16": lambda buckets: buckets.decode(ROWS),
@@ -89,12 +94,29 @@ def compile_for(device: str, program, arguments, **options):
     return lowered.compile(compiler_options=compiler_options)
 
 
+def quantized(config: ModelConfig, named: dict[str, Any]) -> tuple[Quantization, dict[str, Any]]:
+    """3 to 6 bits and width 16; and the weights that are codes."""
+    pattern = r".*\.(attention\.\w+|shared\.(gate|up|down))\.weight"
+    coded = {n: w for n, w in named.items() if re.fullmatch(pattern, n)}
+    assert len(coded) == 4 + 3
+    bits = Quantization(
+        seed_bits=3,
+        parent_bits=6,
+        down_rows_per_table=2,
+        linears=tuple((n, 1) for n in sorted(coded)),
+        has_dense=True,
+    )
+    return bits, coded
+
+
 @functools.cache
 def compile_step(model: str, bucket_name: str, device: str):
     """(compiled program, bytes of the state, bound on its temporaries)"""
-    config = (MODELS | FAMILIES)[model]
+    config = (MODELS | FAMILIES)[model.removesuffix(" 6 bits")]
     dtype = "float32" if device == "cpu" else "bfloat16"
-    geometry = choose_geometry(config, dtype)
+    params = flatten_params(abstract_params(config, dtype))
+    bits, coded = quantized(config, params) if model == QUANTIZED else (None, {})
+    geometry = choose_geometry(config, dtype, bits, {n: w.shape for n, w in coded.items()})
     buckets = make_buckets(
         max_num_seqs=ROWS,
         max_num_batched_tokens=512,
@@ -115,7 +137,7 @@ def compile_step(model: str, bucket_name: str, device: str):
         )
     )
     arguments = (
-        abstract_params(config, dtype),
+        nest_params({n: w for n, w in params.items() if n not in coded}),
         state,
         jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32),
     )
@@ -149,6 +171,14 @@ def test_on_an_h200_the_arena_stays_in_place(model, bucket):
 )
 def test_on_an_h200_the_arena_stays_in_place_for_every_kind_of_layer(model, bucket):
     test_on_an_h200_the_arena_stays_in_place(model, bucket)
+
+
+def test_on_an_h200_the_arena_stays_in_place_for_codes():
+    test_on_an_h200_the_arena_stays_in_place(QUANTIZED, "decode 16")
+
+
+def test_on_a_cpu_the_arena_stays_in_place_for_codes():
+    test_on_a_cpu_the_arena_stays_in_place(QUANTIZED, "decode 16")
 
 
 @pytest.mark.parametrize("bucket", ["decode 1", "prefill 512"])

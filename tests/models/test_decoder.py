@@ -10,8 +10,8 @@ from moejax.models.decoder import (
     abstract_params,
     bind,
     flatten_params,
+    nest_params,
     params_bytes,
-    unflatten_params,
 )
 
 
@@ -102,7 +102,7 @@ def test_params_come_back_from_their_names() -> None:
     params = make_model("b").params
     named = flatten_params(params)
     shuffled = {name: named[name] for name in sorted(named, reverse=True)}
-    found = unflatten_params(shuffled, abstract_params(make_config("b"), "float32"))
+    found = nest_params(shuffled)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert one is other

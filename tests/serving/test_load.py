@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.small_model import make_config
 from moejax.arena.geometry import choose_geometry
+from moejax.arena.widths import uniform
 from moejax.checkpoint import Checkpoint
 from moejax.errors import CapacityError, ConfigError
 from moejax_serving import load
@@ -22,7 +23,7 @@ GEOMETRY = choose_geometry(LONG, "float32")
 def plan(**settings):
     config = EngineConfig(max_num_batched_tokens=32, **settings)
     length = load._max_model_len(LONG, config)
-    return load._plan(LONG, GEOMETRY, config, length)
+    return load._plan(LONG, GEOMETRY, config, length, uniform(GEOMETRY, 16).pages(GEOMETRY))
 
 
 def test_a_context_that_does_not_fit_is_shortened_to_the_longest_that_does():

@@ -6,6 +6,7 @@ import pytest
 
 from models.small_configs import make_config
 from moejax.arena.geometry import choose_geometry
+from moejax.arena.widths import uniform
 from moejax.errors import CapacityError
 from moejax_serving import load
 from moejax_serving.config import EngineConfig
@@ -19,7 +20,8 @@ BUDGET = 200 << 20
 
 def plan(**settings: int) -> tuple[MemoryPlan, int]:
     config = EngineConfig(max_num_batched_tokens=32, memory_budget=BUDGET, **settings)
-    return load._plan(LONG, GEOMETRY, config, load._max_model_len(LONG, config))
+    pages = uniform(GEOMETRY, 16).pages(GEOMETRY)
+    return load._plan(LONG, GEOMETRY, config, load._max_model_len(LONG, config), pages)
 
 
 def test_a_context_is_shortened_to_what_the_layers_without_a_window_hold() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moejax.arena.control import KvLayout, Layout
 from moejax.arena.geometry import Geometry, make_geometry
+from moejax.arena.widths import uniform
 from moejax.config import (
     Attention,
     LayerKind,
@@ -59,7 +60,8 @@ CONFIG = ModelConfig(
 )
 # An expert: gate_up 128 x 64 words, two pages; down 64 x 64 words, one. 2 layers x 4 experts x 3.
 GEOMETRY = make_geometry(CONFIG, "float32", 16 * KIB)
-EXPERTS = 24 * 16 * KIB
+WEIGHT_PAGES = 24
+EXPERTS = WEIGHT_PAGES * 16 * KIB
 PAGE = 16 * KIB
 ENTRY = 4  # of a page in the tables
 BLOCK = 3 * (PAGE + ENTRY)  # a page in each layer
@@ -74,12 +76,12 @@ POISON = PAGE + 3 * ENTRY  # a page, and a kv_block of it in each layer
 
 def plan(**changes: Any) -> MemoryPlan:
     arguments = {"budget": None, "device_bytes": None, "dense": 5 * MIB, "workspace": 3 * MIB}
-    arguments |= {"rows": 2, "max_model_len": 256, "max_query": 32}
+    arguments |= {"rows": 2, "max_model_len": 256, "max_query": 32, "weight_pages": WEIGHT_PAGES}
     return plan_memory(CONFIG, GEOMETRY, **(arguments | changes))
 
 
 def test_the_geometry_is_the_one_of_the_examples() -> None:
-    assert GEOMETRY.expert_pages * GEOMETRY.page_bytes == EXPERTS
+    assert uniform(GEOMETRY, 16).pages(GEOMETRY) == WEIGHT_PAGES
     assert GEOMETRY.page_bytes == PAGE and GEOMETRY.block_pages == 3
     assert GEOMETRY.block_size == 64  # 16 KiB of 256 bytes
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moejax.arena.control import KvLayout, Layout
 from moejax.arena.geometry import Geometry, make_geometry
+from moejax.arena.widths import uniform
 from moejax.config import (
     AnyAttention,
     Attention,
@@ -83,7 +84,9 @@ LATENT = make_config(*[mla()] * 3)
 def plan(config: ModelConfig, **changes: Any) -> MemoryPlan:
     arguments: dict[str, Any] = {"budget": 64 * MIB, "device_bytes": None, "dense": 5 * MIB}
     arguments |= {"workspace": 3 * MIB, "rows": 2, "max_model_len": 640, "max_query": 32}
-    return plan_memory(config, geometry_of(config), **arguments | changes)
+    geometry = geometry_of(config)
+    arguments["weight_pages"] = uniform(geometry, 16).pages(geometry)
+    return plan_memory(config, geometry, **arguments | changes)
 
 
 def least_budget(config: ModelConfig, **changes: Any) -> int:

@@ -1,0 +1,215 @@
+"""Quality over bytes: what each width and each way to choose widths costs a model.
+
+    python benchmarks/bench_quality.py PLAIN QUANTISED [QUANTISED ...] --data DATA
+
+PLAIN is a checkpoint of moejax-convert at width 16; every QUANTISED one was made of it. DATA holds
+`valid.txt`, `wikitext2.test.txt`, `calibration.txt` and `evals/*.jsonl`. Planners work on the first
+QUANTISED. Every scheme is a whole forward pass in float32 with decoded weights, which is what a
+server gives at these widths (`tests/serving/test_widths.py`).
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import tokenizers
+from quality_model import Experts, Scorer, Stored, read_stored
+from quality_rivals import Importance, affine_schemes, mxmoe_widths
+from quality_tasks import (
+    MULTIPLE_CHOICE,
+    Task,
+    accuracy,
+    choices,
+    interval,
+    last_words,
+    losses,
+    windows,
+)
+from stamp import record, stamp
+
+from moejax.checkpoint import Checkpoint
+from moejax.config import DENSE_WIDTH
+from moejax.models.decoder import abstract_params, params_bytes
+from moejax.models.fisher import layer_fishers, with_prior
+from moejax.paging.allocation import Choices, allocate
+from moejax_converters.calibration_text import calibration_sequences
+
+# MxMoE's losses need the inputs of all layers in memory.
+MXMOE_SEQUENCES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One way to store the experts."""
+
+    name: str
+    """dense, uniform, static, mxmoe, affine …"""
+    stored: str
+    """In which form: of a quantised checkpoint, its widths and rows per table."""
+    bits: float | None = None
+    """Of a uniform scheme."""
+    num_bytes: int
+    """Of the experts: planes with their tables, or codes with their scales."""
+    experts: Experts
+
+
+def tasks(data: pathlib.Path, folder: pathlib.Path, limit: int, characters: int) -> list[Task]:
+    """What is scored, in the model's own tokens."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    longest = min(1024, Checkpoint.open(folder).config.max_position_embeddings)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    found = [
+        windows(
+            name,
+            (data / file).read_text(encoding="utf-8"),
+            encode,
+            characters=characters,
+            size=512,
+        )
+        for name, file in (("valid", "valid.txt"), ("wikitext2", "wikitext2.test.txt"))
+    ]
+    lambada = data / "evals" / "lambada_openai.jsonl"
+    found.append(last_words(lambada, encode, limit=limit, longest=longest))
+    for name in MULTIPLE_CHOICE:
+        path = data / "evals" / f"{name}.jsonl"
+        found.append(choices(path, encode, limit=limit, longest=longest))
+    return found
+
+
+def form(stored: Stored) -> str:
+    """The widths and rows per table of a quantised checkpoint."""
+    of = stored.checkpoint.quantization
+    if of is None:
+        return "bf16"
+    rows = f"{of.gate_up_rows_per_table}/{of.down_rows_per_table}"
+    return f"{of.seed_bits}-{of.parent_bits} bits, {rows} rows per table"
+
+
+def schemes(plain: Stored, quantised: list[Stored], calibration: np.ndarray) -> Iterator[Scheme]:
+    """All of them, one at a time: they take memory."""
+    whole = plain.uniform(DENSE_WIDTH)
+    yield Scheme(
+        name="dense",
+        stored=form(plain),
+        bits=16,
+        num_bytes=plain.num_bytes(whole),
+        experts=plain.at(whole),
+    )
+    for stored in quantised:
+        for width in stored.widths:
+            widths = stored.uniform(width)
+            yield Scheme(
+                name="uniform",
+                stored=form(stored),
+                bits=width,
+                num_bytes=stored.num_bytes(widths),
+                experts=stored.at(widths),
+            )
+    for name, bits, num_bytes, experts in affine_schemes(plain, importances(plain, calibration)):
+        yield Scheme(name=name, stored=name, bits=bits, num_bytes=num_bytes, experts=experts)
+    first = quantised[0]
+    for budget in budgets(first):
+        widths = static_widths(first, budget)
+        yield Scheme(
+            name="static",
+            stored=form(first),
+            num_bytes=first.num_bytes(widths),
+            experts=first.at(widths),
+        )
+    for widths in mxmoe_widths(plain, first, calibration[:MXMOE_SEQUENCES], budgets(first)):
+        yield Scheme(
+            name="mxmoe",
+            stored=form(first),
+            num_bytes=first.num_bytes(widths),
+            experts=first.at(widths),
+        )
+
+
+def importances(plain: Stored, calibration: np.ndarray) -> dict[int, Importance]:
+    """Of all weights, by the calibration that the quantiser runs."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for fisher in layer_fishers(
+            plain.checkpoint, calibration, folder=pathlib.Path(folder), progress=True
+        ):
+            filled, _ = with_prior(fisher)
+            found[fisher.layer] = Importance(np.asarray(filled.gate_up), np.asarray(filled.down))
+    return found
+
+
+def budgets(stored: Stored) -> list[int]:
+    """Six: the bytes of uniform widths, and what lies half way between the smaller ones."""
+    sizes = [stored.num_bytes(stored.uniform(width)) for width in stored.widths]
+    halves = [(a + b) // 2 for a, b in zip(sizes[:2], sizes[1:3], strict=True)]
+    return sorted(sizes[:4] + halves)
+
+
+def static_widths(stored: Stored, budget: int) -> np.ndarray:
+    """Widths [layers, experts, 2] of least total sensitivity."""
+    errors = stored.checkpoint.sensitivity().experts
+    damage = errors.reshape(-1, errors.shape[-1]) / 2
+    sizes = np.tile(stored.sizes().astype(np.int64), (len(damage) // 2, 1))
+    picks = allocate(Choices(sizes=sizes, damage=damage), budget)
+    return np.array(stored.widths)[picks].reshape(errors.shape[:-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("plain", type=pathlib.Path)
+    parser.add_argument("quantised", type=pathlib.Path, nargs="+")
+    parser.add_argument("--data", type=pathlib.Path, required=True)
+    parser.add_argument("--name", help="of the model; left out: that of PLAIN")
+    parser.add_argument("--limit", type=int, default=300, help="items of each task")
+    parser.add_argument("--characters", type=int, default=200_000, help="of each text")
+    parser.add_argument("--sequences", type=int, default=128, help="of the rivals' calibration")
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+
+    found = tasks(args.data, args.plain, args.limit, args.characters)
+    calibration = calibration_sequences(
+        args.data / "calibration.txt", args.plain, count=args.sequences, length=512
+    )
+    plain, quantised = read_stored(args.plain), [read_stored(path) for path in args.quantised]
+    scorer = Scorer(plain.checkpoint)
+    config = plain.checkpoint.config
+    dense_bytes = params_bytes(abstract_params(config, config.dtype))
+    weights = sum(r.shape.parts * r.shape.rows * r.shape.columns for r in plain.runs)
+    weights *= len(config.moe_layers) * config.moe.router.num_experts
+    base: dict[str, np.ndarray] = {}
+    for scheme in schemes(plain, quantised, calibration):
+        start = time.perf_counter()
+        row = {
+            **stamp(args.commit),
+            "model": args.name or args.plain.name,
+            "scheme": scheme.name,
+            "form": scheme.stored,
+            "width": scheme.bits,
+            "bits": round(8 * scheme.num_bytes / weights, 4),
+            "expert_bytes": scheme.num_bytes,
+            "total_bytes": scheme.num_bytes + dense_bytes,
+        }
+        for task in found:
+            scores = scorer.score(scheme.experts, task.items)
+            of_task = losses(task, scores)
+            base.setdefault(task.name, of_task)
+            mean, half = interval(of_task - base[task.name])
+            entry = {"loss": of_task.mean(), "more": mean, "interval": half}
+            if (right := accuracy(task, scores)) is not None:
+                entry["accuracy"] = right
+            if task.kind == "windows":
+                entry["perplexity"] = float(np.exp(of_task.mean()))
+            row[task.name] = {name: round(float(value), 5) for name, value in entry.items()}
+        row["seconds"] = round(time.perf_counter() - start, 1)
+        record("quality", row)
+
+
+if __name__ == "__main__":
+    main()

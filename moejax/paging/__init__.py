@@ -1,0 +1,1 @@
+"""Which linear gets which width, for how many bytes."""

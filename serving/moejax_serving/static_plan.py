@@ -1,0 +1,35 @@
+"""Widths of experts by what they cost in accuracy, chosen once for a number of bytes."""
+
+import numpy as np
+
+from moejax.arena.geometry import Geometry
+from moejax.arena.widths import Widths, uniform
+from moejax.checkpoint import Sensitivity
+from moejax.config import DENSE_WIDTH
+from moejax.paging.allocation import Choices, allocate
+
+
+def static_widths(costs: Sensitivity, geometry: Geometry, budget: int, linear_width: int) -> Widths:
+    """The widths of least total error whose pages take at most `budget` bytes.
+
+    Raises CapacityError if the experts do not fit at their least widths.
+    """
+    picks = allocate(choices(costs, geometry), budget)
+    chosen = np.array(geometry.widths, np.int32)[picks].reshape(costs.experts.shape[:-1])
+    return Widths(chosen, uniform(geometry, linear_width).linears)
+
+
+def choices(costs: Sensitivity, geometry: Geometry) -> Choices:
+    """What each linear of the experts may be: bytes of its pages, and nats per token."""
+    linears = costs.experts.reshape(-1, costs.experts.shape[-1])
+    damage = linears / 2
+    if DENSE_WIDTH in geometry.widths:
+        damage = np.concatenate([damage, np.zeros((len(damage), 1))], axis=1)
+    sizes = np.array(
+        [
+            [runs.pages_at(width) * geometry.page_bytes for width in geometry.widths]
+            for runs in geometry.expert_runs
+        ],
+        np.int64,
+    )
+    return Choices(sizes=np.tile(sizes, (len(damage) // 2, 1)), damage=damage)
