@@ -113,8 +113,6 @@ def schemes(plain: Stored, quantised: list[Stored], calibration: np.ndarray) -> 
                 num_bytes=stored.num_bytes(widths),
                 experts=stored.at(widths),
             )
-    for name, bits, num_bytes, experts in affine_schemes(plain, importances(plain, calibration)):
-        yield Scheme(name=name, stored=name, bits=bits, num_bytes=num_bytes, experts=experts)
     first = quantised[0]
     for budget in budgets(first):
         widths = static_widths(first, budget)
@@ -131,6 +129,8 @@ def schemes(plain: Stored, quantised: list[Stored], calibration: np.ndarray) -> 
             num_bytes=first.num_bytes(widths),
             experts=first.at(widths),
         )
+    for name, bits, num_bytes, experts in affine_schemes(plain, importances(plain, calibration)):
+        yield Scheme(name=name, stored=name, bits=bits, num_bytes=num_bytes, experts=experts)
 
 
 def importances(plain: Stored, calibration: np.ndarray) -> dict[int, Importance]:
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("quantised", type=pathlib.Path, nargs="+")
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--name", help="of the model; left out: that of PLAIN")
-    parser.add_argument("--limit", type=int, default=300, help="items of each task")
+    parser.add_argument("--limit", type=int, default=100, help="items of each task")
     parser.add_argument("--characters", type=int, default=200_000, help="of each text")
     parser.add_argument("--sequences", type=int, default=128, help="of the rivals' calibration")
     parser.add_argument("--commit")

@@ -18,7 +18,7 @@ from moejax.quant.affine import affine_bits, affine_round
 
 # Columns that share a scale and an offset; None: the whole row.
 GROUPS = {"affine per row": None, "affine per 128": 128, "affine per 32": 32}
-WIDTHS = range(2, 9)
+WIDTHS = (3, 4, 5, 6)
 
 Layers = dict[int, tuple[jax.Array, jax.Array]]
 

@@ -113,8 +113,10 @@ def _matrix(
     planes = np.stack([runs[f"plane.{p}"] for p in range(width)])
     codes = format.decode_planes(planes, rows, columns)
     groups = np.arange(rows) // shape.rows_per_table
-    table = format.decode_table(runs[f"table.{width}"], groups[-1] + 1, width)
-    return table[groups[:, None], codes][: shape.rows].astype(np.float32)
+    count = rows // shape.rows_per_table
+    table = format.decode_table(runs[f"table.{width}"], count, width)
+    weights: np.ndarray = table[groups[:, None], codes]
+    return weights[: shape.rows].astype(np.float32)
 
 
 def whole_logits(

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import tqdm
 from jaxtyping import Float
-from moejax.models.fisher import LayerFisher, layer_fishers, with_prior
 
 from moejax.arena.format import encode_dense
 from moejax.arena.geometry import choose_geometry, linear_shape, linear_shapes
 from moejax.checkpoint import Checkpoint, CheckpointWriter, Sensitivity, layout
 from moejax.config import DENSE_WIDTH, ModelConfig, Quantization, rows_per_table
 from moejax.errors import CheckpointError, ConfigError
+from moejax.models.fisher import LayerFisher, layer_fishers, with_prior
 from moejax.models.whole import read_linear
 from moejax.quant.linear import QuantizedLinear, start_quantizing
 from moejax_converters.calibration_text import calibration_sequences

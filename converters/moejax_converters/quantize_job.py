@@ -16,7 +16,7 @@ from moejax.errors import CheckpointError
 
 _FILE = "job.json"
 # What took time. A folder with none of these is removed when a job fails.
-_WORTH_KEEPING = ("plain/moejax.json", "calibration", "new/experts")
+_WORTH_KEEPING = ("plain/moejax.json", "calibration", "*.npz")
 
 
 class Job:
@@ -63,7 +63,8 @@ class Job:
 def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
     """Gives the work folder of a target: a new one, or that of an earlier try with these settings.
 
-    If the body succeeds, `new` becomes the target and the rest is removed; else all of it stays.
+    If the body succeeds, `new` becomes the target and the rest is removed; else all of it stays,
+    if it took time to make.
 
     Raises:
         CheckpointError: the target exists, another process is at it, or what lies there was begun
@@ -72,7 +73,7 @@ def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: it is not overwritten")
     folder = target.parent / f".{target.name}.quantizing"
-    lock = None
+    lock, is_ours = None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
@@ -80,6 +81,7 @@ def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another process is quantising into {target}") from error
+        is_ours = True
         _check_settings(folder, settings)
         yield Job(folder)
         if target.exists():
@@ -91,7 +93,7 @@ def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
         raise CheckpointError(f"cannot write {target}: {error.strerror}{name}") from error
     finally:
         if lock is not None:
-            if not any((folder / name).exists() for name in _WORTH_KEEPING):
+            if is_ours and not any(any(folder.glob(pattern)) for pattern in _WORTH_KEEPING):
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 

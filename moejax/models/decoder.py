@@ -201,10 +201,16 @@ class Decoder(nnx.Module):
                 number: int = number,
             ) -> tuple[Any, None]:
                 x, carry = state
-                found, layers = dict(inputs[0]), inputs[1]
-                for index, layer in enumerate(layers):
-                    elsewhere = memory.linears(carry, number, index, layer)
-                    found |= {f"{index}.{name}": w for name, w in elsewhere.items()}
+                layers = inputs[1]
+                elsewhere = {
+                    f"{index}.{name}": weight
+                    for index, layer in enumerate(layers)
+                    for name, weight in memory.linears(carry, number, index, layer).items()
+                }
+                if elsewhere:
+                    # They are read before the carry changes: else XLA may copy it.
+                    carry, elsewhere = lax.optimization_barrier((carry, elsewhere))
+                found = inputs[0] | elsewhere
                 weights = nest_params({name: found[name] for name in names})
                 for block, layer in zip(nnx.merge(graph, nnx.State(weights)), layers, strict=True):
                     x, carry = block(x, carry, layer, memory)

@@ -124,8 +124,8 @@ def assert_near(found: Any, wanted: np.ndarray) -> None:
 # What F is.
 
 FAMILIES = {
-    # Latent attention, groups of experts, and a layer without experts between others.
-    "deepseek": ("deepseek", 1, 0, 1),
+    # Latent attention, groups of experts, and first a layer without experts.
+    "deepseek": ("deepseek", 0, 1),
     # An MLP beside experts; the router reads the residual.
     "gemma": ("gemma", 5),
     "gpt-oss": ("gpt-oss", 0),
@@ -135,7 +135,16 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK_FAMILIES = ("deepseek", "gemma")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK_FAMILIES else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 def test_fisher_is_the_mean_of_squared_gradients(name: str, tmp_path: pathlib.Path) -> None:
     model = make_model(*FAMILIES[name])
     sequences = random_sequences()
@@ -163,11 +172,16 @@ def test_linears_are_the_matrices_of_attention_and_shared_experts(tmp_path: path
     found = list(layer_fishers(*given, folder=tmp_path / "all", linears=True))
     attention = {f"attention.{name}.weight" for name in ("q_down", "q_up", "kv_down", "o")}
     shared = {f"feed_forward.shared.{name}.weight" for name in ("gate", "up", "down")}
-    assert [set(f.linears) for f in found] == [attention | shared, attention, attention | shared]
-    plain = list(layer_fishers(*given, folder=tmp_path / "experts"))
-    assert [(fisher.layer, fisher.linears) for fisher in plain] == [(2, {}), (0, {})]
-    for a, b in zip(plain, found[::2], strict=True):
-        np.testing.assert_allclose(a.gate_up, b.gate_up, rtol=1e-4, atol=1e-6 * b.gate_up.max())
+    assert [set(fisher.linears) for fisher in found] == [attention | shared, attention]
+
+
+def test_layers_without_experts_are_passed_through(calls: "Calls", tmp_path: pathlib.Path) -> None:
+    given = write(make_model("abcbc", 0, 1, 0, 1), tmp_path / "model"), random_sequences(rows=1)
+    found = list(layer_fishers(*given, folder=tmp_path / "states"))
+    assert [(fisher.layer, fisher.linears) for fisher in found] == [(3, {}), (1, {})]
+    assert all(np.asarray(fisher.gate_up).any() for fisher in found)
+    # Forward through four layers, back through three.
+    assert calls.count == 1 + 4 + 1 + 3
 
 
 def test_fisher_is_made_of_finite_differences(
@@ -195,7 +209,7 @@ def test_fisher_is_made_of_finite_differences(
     )
 
 
-@pytest.mark.parametrize(("name", "layers"), [("deepseek", (0, 1)), ("gemma", (5,))])
+@pytest.mark.parametrize(("name", "layers"), [("bb", ()), ("gemma", (5,))])
 def test_tokens_are_those_that_the_router_sends(
     name: str, layers: tuple[int, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +501,7 @@ def test_what_is_not_finite_is_named(
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: pathlib.Path) -> None:
     # The slopes of a norm are as much larger as what it is given is smaller.
-    model = _scaled(_scaled(make_model("b"), "embed", 1e-4), "head", 1e35)
+    model = _scaled(_scaled(make_model("b"), "embed", 1e-8), "head", 1e35)
     with pytest.raises(CheckpointError, match="layer 0: the gradient of sequence 0 is not finite"):
         list(
             layer_fishers(
@@ -533,11 +547,13 @@ def test_a_prior_by_hand() -> None:
             np.testing.assert_allclose(expert, value, rtol=1e-6)
 
 
-small_fishers = st.integers(1, 5).flatmap(
+# Squares that a float32 holds, and that it still holds divided by the tokens.
+squares = st.just(0.0) | st.floats(2.0**-60, 2.0**10, width=32)
+small_fishers = st.sampled_from([1, 3]).flatmap(
     lambda experts: st.builds(
         fisher_of,
         *(
-            arrays.arrays(np.float32, (experts, *shape), elements=st.floats(0, 1e3, width=32))
+            arrays.arrays(np.float32, (experts, *shape), elements=squares)
             for shape in ((2, 2, 3), (3, 2))
         ),
         tokens=st.lists(
@@ -565,7 +581,7 @@ def test_a_prior_makes_up_for_missing_tokens_only(fisher: LayerFisher) -> None:
         for e in few:
             added = mean * (64 - fisher.tokens[e])
             np.testing.assert_allclose(after[e], before[e] + added, rtol=1e-5)
-        if mean > 1e-30:
+        if mean > 0:
             assert (after[few] > 0).all()
 
 
@@ -580,7 +596,7 @@ def test_a_prior_leaves_a_layer_without_experts_alone() -> None:
 # Of a layer with 16 experts.
 WIDE = 256
 LAYER_BYTES = 16 * 3 * WIDE * WIDE * 4
-LARGE_LAYERS = 10
+LARGE_LAYERS = 8
 
 CALIBRATE = """
 import pathlib, sys
@@ -601,8 +617,6 @@ def calibrate(name):
     for fisher in layer_fishers(checkpoint, sequences, folder=pathlib.Path(sys.argv[1]) / "states"):
         del fisher
 
-# Twice: what compiling needed once is not the calibration's.
-calibrate("small")
 calibrate("small")
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
@@ -634,12 +648,14 @@ def test_memory_is_bounded_by_one_layer(tmp_path: pathlib.Path) -> None:
         | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "MALLOC_ARENA_MAX": "1",  # otherwise glibc keeps freed memory for each thread
+            # Otherwise glibc keeps freed memory, for each thread and between what is in use.
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": "131072",
         },
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    print(result.stdout)
-    # The layer's experts as they lie in the file, and in float32; their gradients, and the sums.
-    assert int(result.stdout) < 6 * LAYER_BYTES
+    # Seen: 5.2 times that. A layer's experts as they lie in the file, and in float32; their
+    # gradients, and the sums.
+    assert int(result.stdout) < 6.5 * LAYER_BYTES
