@@ -10,6 +10,7 @@ server gives at these widths (`tests/serving/test_widths.py`).
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 import time
@@ -50,11 +51,21 @@ class Scheme:
     """dense, uniform, static, mxmoe, affine …"""
     stored: str
     """In which form: of a quantised checkpoint, its widths and rows per table."""
-    bits: float | None = None
+    width: int | None = None
     """Of a uniform scheme."""
     num_bytes: int
     """Of the experts: planes with their tables, or codes with their scales."""
     experts: Experts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Models:
+    """What schemes are made of."""
+
+    plain: Stored
+    quantised: list[Stored]
+    calibration: np.ndarray
+    """[sequences, tokens]"""
 
 
 def tasks(data: pathlib.Path, folder: pathlib.Path, limit: int, characters: int) -> list[Task]:
@@ -93,44 +104,57 @@ def form(stored: Stored) -> str:
     return f"{of.seed_bits}-{of.parent_bits} bits, {rows} rows per table"
 
 
-def schemes(plain: Stored, quantised: list[Stored], calibration: np.ndarray) -> Iterator[Scheme]:
-    """All of them, one at a time: they take memory."""
-    whole = plain.uniform(DENSE_WIDTH)
-    yield Scheme(
-        name="dense",
-        stored=form(plain),
-        bits=16,
-        num_bytes=plain.num_bytes(whole),
-        experts=plain.at(whole),
-    )
-    for stored in quantised:
+def dense(models: Models) -> Iterator[Scheme]:
+    """As the checkpoint is."""
+    widths = models.plain.uniform(DENSE_WIDTH)
+    yield scheme("dense", models.plain, widths, width=DENSE_WIDTH)
+
+
+def uniform(models: Models) -> Iterator[Scheme]:
+    """The same width for all, of every quantised checkpoint."""
+    for stored in models.quantised:
         for width in stored.widths:
-            widths = stored.uniform(width)
-            yield Scheme(
-                name="uniform",
-                stored=form(stored),
-                bits=width,
-                num_bytes=stored.num_bytes(widths),
-                experts=stored.at(widths),
-            )
-    first = quantised[0]
-    for budget in budgets(first):
-        widths = static_widths(first, budget)
-        yield Scheme(
-            name="static",
-            stored=form(first),
-            num_bytes=first.num_bytes(widths),
-            experts=first.at(widths),
-        )
-    for widths in mxmoe_widths(plain, first, calibration[:MXMOE_SEQUENCES], budgets(first)):
-        yield Scheme(
-            name="mxmoe",
-            stored=form(first),
-            num_bytes=first.num_bytes(widths),
-            experts=first.at(widths),
-        )
-    for name, bits, num_bytes, experts in affine_schemes(plain, importances(plain, calibration)):
-        yield Scheme(name=name, stored=name, bits=bits, num_bytes=num_bytes, experts=experts)
+            yield scheme("uniform", stored, stored.uniform(width), width=width)
+
+
+def static(models: Models) -> Iterator[Scheme]:
+    """Widths of least total sensitivity."""
+    stored = models.quantised[0]
+    errors = stored.checkpoint.sensitivity().experts
+    damage = errors.reshape(-1, errors.shape[-1]) / 2
+    sizes = np.tile(stored.sizes().astype(np.int64), (len(damage) // 2, 1))
+    for budget in budgets(stored):
+        picks = allocate(Choices(sizes=sizes, damage=damage), budget)
+        widths = np.array(stored.widths)[picks].reshape(errors.shape[:-1])
+        yield scheme("static", stored, widths)
+
+
+def mxmoe(models: Models) -> Iterator[Scheme]:
+    """Widths as MxMoE chooses them."""
+    stored, sequences = models.quantised[0], models.calibration[:MXMOE_SEQUENCES]
+    for widths in mxmoe_widths(models.plain, stored, sequences, budgets(stored)):
+        yield scheme("mxmoe", stored, widths)
+
+
+def affine(models: Models) -> Iterator[Scheme]:
+    """Rounding to the nearest, per row and per group."""
+    importance = importances(models.plain, models.calibration)
+    for name, bits, num_bytes, experts in affine_schemes(models.plain, importance):
+        yield Scheme(name=name, stored=name, width=bits, num_bytes=num_bytes, experts=experts)
+
+
+SCHEMES = {"uniform": uniform, "static": static, "mxmoe": mxmoe, "affine": affine}
+
+
+def scheme(name: str, stored: Stored, widths: np.ndarray, width: int | None = None) -> Scheme:
+    """What a checkpoint is at widths [layers, experts, 2]."""
+    return Scheme(
+        name=name,
+        stored=form(stored),
+        width=width,
+        num_bytes=stored.num_bytes(widths),
+        experts=stored.at(widths),
+    )
 
 
 def importances(plain: Stored, calibration: np.ndarray) -> dict[int, Importance]:
@@ -152,15 +176,6 @@ def budgets(stored: Stored) -> list[int]:
     return sorted(sizes[:4] + halves)
 
 
-def static_widths(stored: Stored, budget: int) -> np.ndarray:
-    """Widths [layers, experts, 2] of least total sensitivity."""
-    errors = stored.checkpoint.sensitivity().experts
-    damage = errors.reshape(-1, errors.shape[-1]) / 2
-    sizes = np.tile(stored.sizes().astype(np.int64), (len(damage) // 2, 1))
-    picks = allocate(Choices(sizes=sizes, damage=damage), budget)
-    return np.array(stored.widths)[picks].reshape(errors.shape[:-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("plain", type=pathlib.Path)
@@ -170,34 +185,42 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="items of each task")
     parser.add_argument("--characters", type=int, default=200_000, help="of each text")
     parser.add_argument("--sequences", type=int, default=128, help="of the rivals' calibration")
+    parser.add_argument("--tasks", nargs="+", help="only these")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--commit")
     args = parser.parse_args()
 
-    found = tasks(args.data, args.plain, args.limit, args.characters)
+    scored = [
+        task
+        for task in tasks(args.data, args.plain, args.limit, args.characters)
+        if args.tasks is None or task.name in args.tasks
+    ]
     calibration = calibration_sequences(
         args.data / "calibration.txt", args.plain, count=args.sequences, length=512
     )
-    plain, quantised = read_stored(args.plain), [read_stored(path) for path in args.quantised]
-    scorer = Scorer(plain.checkpoint)
-    config = plain.checkpoint.config
+    models = Models(
+        read_stored(args.plain), [read_stored(path) for path in args.quantised], calibration
+    )
+    plain = models.plain
+    scorer, config = Scorer(plain.checkpoint), plain.checkpoint.config
     dense_bytes = params_bytes(abstract_params(config, config.dtype))
     weights = sum(r.shape.parts * r.shape.rows * r.shape.columns for r in plain.runs)
     weights *= len(config.moe_layers) * config.moe.router.num_experts
     base: dict[str, np.ndarray] = {}
-    for scheme in schemes(plain, quantised, calibration):
+    for found in itertools.chain(dense(models), *(SCHEMES[name](models) for name in args.schemes)):
         start = time.perf_counter()
         row = {
             **stamp(args.commit),
             "model": args.name or args.plain.name,
-            "scheme": scheme.name,
-            "form": scheme.stored,
-            "width": scheme.bits,
-            "bits": round(8 * scheme.num_bytes / weights, 4),
-            "expert_bytes": scheme.num_bytes,
-            "total_bytes": scheme.num_bytes + dense_bytes,
+            "scheme": found.name,
+            "form": found.stored,
+            "width": found.width,
+            "bits": round(8 * found.num_bytes / weights, 4),
+            "expert_bytes": found.num_bytes,
+            "total_bytes": found.num_bytes + dense_bytes,
         }
-        for task in found:
-            scores = scorer.score(scheme.experts, task.items)
+        for task in scored:
+            scores = scorer.score(found.experts, task.items)
             of_task = losses(task, scores)
             base.setdefault(task.name, of_task)
             mean, half = interval(of_task - base[task.name])

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import plot_quality
 import table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,3 +58,15 @@ def test_the_quoted_load_stands_in_the_results():
     )
     assert f"{row['finished']:,} answers, {row['left_by_clients']} more" in TEXT
     assert f"from {row['rss_mib_early']:,.0f} to {row['rss_mib_late']:,.0f} MiB" in TEXT
+
+
+def test_the_quoted_qualities_stand_in_the_results():
+    inside = TEXT.split("<!-- quality -->\n")[1].split("\n<!-- /quality -->")[0]
+    assert inside.splitlines() == plot_quality.table(plot_quality.read())
+
+
+def test_the_quoted_time_of_a_quantisation_stands_in_the_results():
+    lines = (ROOT / "benchmarks" / "results" / "quantize_speed.jsonl").read_text().splitlines()
+    row = json.loads(lines[-1])
+    quoted = f"{row['seconds']:.0f} s, at most {row['peak_device_gigabytes']:.1f} GB of device"
+    assert quoted in TEXT and f"writing {row['gigabytes']:.1f} GB included" in TEXT

@@ -8,7 +8,7 @@ and where a linear `X` that is packed has, in place of `X.weight` [rows, columns
 
     X.qweight   int32 [parent, rows, columns / 32]: bit-planes of its codes, most significant first
     X.lut{b}    float16 [rows, 2^b], for each b from seed to parent: the weights that codes of b
-                bits stand for, in rising order
+                bits stand for, in rising order but for rounding
 
 The top b bits of a code are the code of width b. Of a Mixture-of-Experts model, `X` is the name
 that each expert's projection has in its family: `model.layers.3.mlp.experts.5.gate_proj`, `up_proj`
@@ -46,6 +46,10 @@ _KEY = "anyprec"
 _CODES, _WEIGHT = ".qweight", ".weight"
 _WORD_BITS = 32
 _LANES = 32
+# The project takes means from differences of prefix sums: where importances differ by many orders
+# of magnitude, neighbours come out in the wrong order, in a few percent of the steps at worst. What
+# a code stands for is its entry all the same. Of tables in any order, half of the steps fall.
+_MOST_FALLS = 0.25
 # Which modules were packed is seen by the tensors that are there.
 _KNOWN_KEYS = ("seed_precision", "parent_precision", "group_count", "arch_config")
 
@@ -131,7 +135,7 @@ def read_linear(source: Source, prefix: str) -> PackedLinear:
 
     Raises:
         CheckpointError: a tensor is missing, or its dtype or shape is not what `anyprec` says, or a
-            table holds what is not finite or falls.
+            table holds what is not finite, or is not in rising order.
     """
     widths = scheme(source.config)
     qweight, tables = _parts(source, prefix, widths)
@@ -282,11 +286,9 @@ def _read_table(source: Source, tensor: StoredTensor) -> Float16[np.ndarray, "ro
     if not is_finite.all():
         row, code = np.argwhere(~is_finite)[0].tolist()
         raise _error(tensor, f"{table[row, code]} at {[row, code]}")
-    falls = table[:, 1:] < table[:, :-1]
-    if falls.any():
-        row, code = np.argwhere(falls)[0].tolist()
-        before, after = table[row, code : code + 2].tolist()
-        raise _error(tensor, f"falls from {before:g} to {after:g} at {[row, code + 1]}")
+    falls = np.mean(table[:, 1:] < table[:, :-1])
+    if falls > _MOST_FALLS:
+        raise _error(tensor, f"{falls:.0%} of its steps fall: no tables in rising order")
     return table
 
 

@@ -75,9 +75,13 @@ def _windows(words: str, count: int, length: int) -> list[str]:
 
 def _stored(path: Path, count: int, length: int) -> Int32[np.ndarray, "count length"]:
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        with path.open("rb") as file:
+            ids: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: not an array of NumPy: {reason}") from error
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise CheckpointError(f"{path}: {ids.dtype} {list(ids.shape)}, needed whole numbers [n, t]")
     if ids.shape[0] < count or ids.shape[1] < length:

@@ -141,6 +141,8 @@ def _widths(config: ModelConfig, quantization: Quantization) -> list[str]:
 
 def _errors(checkpoint: Checkpoint, quantization: Quantization) -> list[str]:
     """The relative error of each layer's experts at each width, and how well it is known."""
+    if not checkpoint.has_sensitivity:
+        return ["what the widths cost is not known: the codes were imported without the weights"]
     costs = checkpoint.sensitivity()
     bits = range(quantization.seed_bits, quantization.parent_bits + 1)
     title = "relative error of experts by width, "

@@ -45,7 +45,7 @@ class Job:
         path = self.folder / f"{name}.npz"
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            np.savez(file, **dict(values))
+            np.savez(file, allow_pickle=False, **dict(values))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)

@@ -1,11 +1,12 @@
 """Names of files in a checkpoint folder, and the sizes of the runs in them."""
 
 from pathlib import Path
+from typing import Literal
 
 from moejax.arena import geometry
 from moejax.config import ModelConfig, Quantization
 
-LINEARS = ("gate_up", "down")
+LINEARS: tuple[Literal["gate_up"], Literal["down"]] = ("gate_up", "down")
 
 
 def manifest_path(folder: Path) -> Path:

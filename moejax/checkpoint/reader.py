@@ -95,15 +95,25 @@ class Checkpoint:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     @property
+    def has_sensitivity(self) -> bool:
+        """Whether it says what each width costs."""
+        return self._manifest.sensitivity is not None
+
+    @property
     def quantization(self) -> Quantization | None:
         """How the experts are stored; None: at width 16 only."""
         return self._manifest.quantization
 
     def sensitivity(self) -> Sensitivity:
-        """What each width costs, of a quantised checkpoint."""
+        """What each width costs. Raises CheckpointError where nobody knows."""
         crc32 = self._manifest.sensitivity
         if crc32 is None:
-            raise CheckpointError(f"{self.folder} is not quantised: it has no sensitivities")
+            reason = (
+                "is not quantised"
+                if self.quantization is None
+                else "was imported as codes, without the weights that they stand for"
+            )
+            raise CheckpointError(f"{self.folder} {reason}: it has no sensitivities")
         return sensitivity.read(self.folder, crc32)
 
     def expert_runs(self, layer: int) -> dict[str, UInt32[np.ndarray, "experts words"]]:

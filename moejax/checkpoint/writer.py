@@ -91,7 +91,7 @@ class CheckpointWriter:
 
         Args:
             generation: what FORMAT.md section 5 says.
-            costs: what each width costs; of a quantised checkpoint.
+            costs: what each width costs; of a quantised checkpoint, where it is known.
         """
         config, quantization = self._config, self._quantization
         if set(self._experts) != set(config.moe_layers):
@@ -102,8 +102,8 @@ class CheckpointWriter:
         wanted = [] if quantization is None else [name for name, _ in quantization.linears]
         if sorted(self._linears) != wanted:
             raise ValueError(f"linears {sorted(self._linears)} were written, needed {wanted}")
-        if (costs is None) != (quantization is None):
-            raise ValueError("sensitivities belong to a quantised checkpoint, and to no other")
+        if costs is not None and quantization is None:
+            raise ValueError("sensitivities belong to a quantised checkpoint")
         if fault := generation_settings.fault(generation, config.vocab_size):
             raise ValueError(f"generation: {fault}")
         write_manifest(

@@ -134,10 +134,10 @@ class PagedMemory:
             block_pages = self.state.block_pages[kind][0, jnp.array(within)]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
             state = self.state
-            experts = [
+            gate_up, down, widths = (
                 table[0, jnp.array(moe)] if moe else None
                 for table in (state.gate_up_pages, state.down_pages, state.widths)
-            ]
+            )
             prefix = f"segments.{segment}.{index}."
             linears = {
                 linear.name.removeprefix(prefix): (
@@ -147,7 +147,7 @@ class PagedMemory:
                 for linear in self.geometry.linears
                 if linear.name.startswith(prefix)
             }
-            found.append(LayerTables(block_pages, *experts, linears))
+            found.append(LayerTables(block_pages, gate_up, down, widths, linears))
         return tuple(found)
 
     def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Paged:

@@ -162,7 +162,8 @@ def _lloyd(
         inner = jnp.searchsorted(x, middle, side="left").astype(jnp.int32)
         return borders.at[1:-1].set(inner)
 
-    return lax.fori_loop(0, LLOYD_STEPS, step, borders)
+    found: Integer[Array, " borders"] = lax.fori_loop(0, LLOYD_STEPS, step, borders)
+    return found
 
 
 def _fill_empty(

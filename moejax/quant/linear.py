@@ -204,7 +204,8 @@ def _pack_table(
     stored = shape.stored_rows // shape.parts // shape.rows_per_table
     padded = jnp.pad(of_part, ((0, 0), (0, stored - of_part.shape[1]), (0, 0))).reshape(-1)
     filled = jnp.pad(padded, (0, pad_to(padded.size * 2, ATOM_BYTES) // 2 - padded.size))
-    return lax.bitcast_convert_type(filled.reshape(-1, 2), jnp.uint32)
+    words: UInt32[Array, " words"] = lax.bitcast_convert_type(filled.reshape(-1, 2), jnp.uint32)
+    return words
 
 
 def decode_linear(
@@ -221,4 +222,6 @@ def decode_linear(
 def _decode(planes: Array, table: Array, shape: LinearShape, width: int) -> Array:
     bits = jnp.asarray(width, jnp.int32)
     values = lax.bitcast_convert_type(table, jnp.float16).reshape(-1).astype(jnp.float32)
-    return look_up(values, decode_codes(planes, shape, bits), shape, bits)
+    codes = decode_codes(planes, shape, bits)
+    weights: Float[Array, "parts rows columns"] = look_up(values, codes, shape, bits)
+    return weights

@@ -76,7 +76,7 @@ HEADERS = [
 TABLES = [
     ("lut3", table_with(5, 2, np.nan), "nan at [5, 2]"),
     ("lut3", table_with(63, 7, np.inf), "inf at [63, 7]"),
-    ("lut3", table_with(9, 3, 1.5), "falls from 2 to 1.5 at [9, 3]"),
+    ("lut3", table_with(slice(None), slice(None, None, 2), 9), "57% of its steps fall: no tab"),
 ]
 
 
@@ -162,3 +162,10 @@ def test_refuses_the_file_that_the_project_writes(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*save the model as safetens"):
         Source(tmp_path)
+
+
+def test_a_table_may_fall_here_and_there(tmp_path):
+    table = table_with(9, 3, 1.5)
+    apl_packing.write(tmp_path, "mixtral", changed={f"{X}.lut3": table})
+    found = any_precision.read_linear(Source(tmp_path), X)
+    np.testing.assert_array_equal(found.tables[3], table)

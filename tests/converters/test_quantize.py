@@ -32,7 +32,9 @@ EXPERTS, MOE_LAYERS = 4, (0, 2)
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of moejax: experts in layers 0 and 2, an MLP in layer 1."""
     folder = tmp_path_factory.mktemp("plain")
-    checkpoints.write(folder / "hf", "qwen2_moe")
+    # Projections of one shape: each has programs of its own.
+    sizes = {"num_key_value_heads": 4, "shared_expert_intermediate_size": 32}
+    checkpoints.write(folder / "hf", "qwen2_moe", **sizes)
     (folder / "hf" / "tokenizer.json").write_text("{}")
     convert(folder / "hf", folder / "model")
     return folder / "model"
@@ -123,12 +125,9 @@ def test_a_hugging_face_folder_is_converted_first(plain: Path, done: Path, tmp_p
             assert found[name] == wanted[name], name
 
 
-def test_the_command_line_says_the_same(plain: Path, tmp_path: Path) -> None:
-    flags = ["--quantize", "any-precision", "--calibration", "none", "--rows-per-table", "8"]
-    flags += ["--seed-bits", "2", "--parent-bits", "4"]
-    assert main([str(plain), str(tmp_path / "out"), *flags]) == 0
-    bits = Checkpoint.open(tmp_path / "out").quantization
-    assert bits is not None
+def test_rows_per_table_and_seed_are_those_of_the_options(plain: Path) -> None:
+    options = QuantizeOptions(calibration=None, seed_bits=2, parent_bits=4, rows_per_table=8)
+    bits = module.make_quantization(Checkpoint.open(plain), options)
     assert dataclasses.asdict(bits) == {
         "seed_bits": 2,
         "parent_bits": 4,
@@ -137,7 +136,41 @@ def test_the_command_line_says_the_same(plain: Path, tmp_path: Path) -> None:
         "linears": (),
         "has_dense": False,
     }
-    assert "down.dense" not in Checkpoint.open(tmp_path / "out").expert_runs(0)
+
+
+def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "quantize", lambda *given: seen.append(given))
+    flags = ["--quantize", "any-precision", "--calibration"]
+    assert main(["a", "b", *flags, "none"]) == 0
+    assert main(["a", "b", *flags, "none", "--rows-per-table", "auto"]) == 0
+    more = ["--seed-bits", "2", "--parent-bits", "8", "--rows-per-table", "16", "--keep-dense"]
+    more += ["--calibration-sequences", "3", "--calibration-length", "4"]
+    more += ["--quantize-linears", "shared", "attention", "shared"]
+    assert main(["a", "b", *flags, "text.txt", *more]) == 0
+    assert seen[0] == seen[1] == ("a", "b", QuantizeOptions(calibration=None))
+    assert seen[2] == (
+        "a",
+        "b",
+        QuantizeOptions(
+            calibration=Path("text.txt"),
+            seed_bits=2,
+            parent_bits=8,
+            rows_per_table=16,
+            linears=("shared", "attention"),
+            keep_dense=True,
+            sequences=3,
+            length=4,
+        ),
+    )
+
+
+def test_codes_alone_are_stored_unless_the_dense_runs_are_kept(plain: Path, tmp_path: Path) -> None:
+    flags = ["--quantize", "any-precision", "--calibration", "none"]
+    assert main([str(plain), str(tmp_path / "out"), *flags]) == 0
+    found = Checkpoint.open(tmp_path / "out")
+    assert found.quantization is not None and not found.quantization.has_dense
+    assert "down.dense" not in found.expert_runs(0) and found.linear_names() == ()
 
 
 # Interruptions.

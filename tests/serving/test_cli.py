@@ -83,6 +83,7 @@ def test_every_flag_arrives(called: Any) -> None:
         *("--seed", "5", "--max-queued-requests", "7", "--log-level", "debug"),
         *("--step-timeout", "0", "--shutdown-timeout", "2.5"),
         *("--no-enable-prefix-caching", "--no-warm-up", "--skip-tokenizer-init"),
+        *("--planner", "static", "--expert-memory", "3GB", "--linear-bits", "5"),
     )
     assert args.model == "folder" and args.served_model_name == ["a", "b"]
     assert args.max_queued_requests == 7
@@ -97,7 +98,19 @@ def test_every_flag_arrives(called: Any) -> None:
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         warm_up=False,
+        planner="static",
+        expert_memory=3 * 10**9,
+        linear_bits=5,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", "auto"), ("4", 4), ("16", 16), ("w.json", "w.json"), ("999", "999")],
+)
+def test_the_width_of_experts_is_a_number_or_a_file(called: Any, text: str, value: Any) -> None:
+    _, config = called("folder", "--expert-bits", text)
+    assert config.expert_bits == value and config.linear_bits == "auto"
 
 
 def test_underscores_are_dashes(called: Any) -> None:
@@ -119,6 +132,9 @@ def test_underscores_are_dashes(called: Any) -> None:
         (["--shutdown-timeout", "inf"], "'inf' is not a number of seconds"),
         (["--shutdown-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
+        (["--planner", "dynamic"], "invalid choice: 'dynamic'"),
+        (["--linear-bits", "w.json"], "'w.json' is not a width: auto, 2 to 8, or 16"),
+        (["--expert-memory", "3G"], "'3G' is not a size"),
         (["--max-num", "3"], "unrecognized arguments: --max-num"),
         (["a", "b"], "unrecognized arguments: b"),
     ],
