@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import plot_quality
+
 import table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,5 +69,5 @@ def test_the_quoted_qualities_stand_in_the_results():
 def test_the_quoted_time_of_a_quantisation_stands_in_the_results():
     lines = (ROOT / "benchmarks" / "results" / "quantize_speed.jsonl").read_text().splitlines()
     row = json.loads(lines[-1])
-    quoted = f"{row['seconds']:.0f} s, at most {row['peak_device_gigabytes']:.1f} GB of device"
+    quoted = f"{row['seconds']:.0f} s, at most {row['peak_device_gigabytes']} GB of device"
     assert quoted in TEXT and f"writing {row['gigabytes']:.1f} GB included" in TEXT

@@ -215,7 +215,10 @@ def decode_linear(
     width: int,
 ) -> Float[Array, "parts rows columns"]:
     """The weights of a width in float32, from its planes (or more) and its table."""
-    return _decode(jnp.asarray(planes[:width]), jnp.asarray(table), shape, width)
+    found: Float[Array, "parts rows columns"] = _decode(
+        jnp.asarray(planes[:width]), jnp.asarray(table), shape, width
+    )
+    return found
 
 
 @partial(jax.jit, static_argnums=(2, 3))
