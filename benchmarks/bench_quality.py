@@ -4,8 +4,8 @@
 
 PLAIN is a checkpoint of moejax-convert at width 16; every QUANTISED one was made of it. DATA holds
 `valid.txt`, `wikitext2.test.txt`, `calibration.txt` and `evals/*.jsonl`. Planners work on the first
-QUANTISED. Every scheme is a whole forward pass in float32 with decoded weights, which is what a
-server gives at these widths (`tests/serving/test_widths.py`).
+QUANTISED; `--schemes affine` needs none. Every scheme is a whole forward pass in float32 with
+decoded weights, which is what a server gives at these widths (`tests/serving/test_widths.py`).
 """
 
 import argparse
@@ -179,7 +179,7 @@ def budgets(stored: Stored) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("plain", type=pathlib.Path)
-    parser.add_argument("quantised", type=pathlib.Path, nargs="+")
+    parser.add_argument("quantised", type=pathlib.Path, nargs="*")
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--name", help="of the model; left out: that of PLAIN")
     parser.add_argument("--limit", type=int, default=100, help="items of each task")

@@ -1,5 +1,6 @@
 """Other ways to store experts at the same bytes: affine codes, and widths chosen as MxMoE does."""
 
+import concurrent.futures
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -36,15 +37,21 @@ def affine_schemes(
     """(name, bits, bytes, experts) of round-to-nearest with the best of several clippings."""
     for name, group in GROUPS.items():
         for bits in WIDTHS:
-            experts: Layers = {}
-            num_bytes = 0.0
-            for layer, parts in plain.layers.items():
-                found = []
-                for weights, of in zip(parts, importance[layer], strict=True):
-                    values = np.asarray(weights[0], np.float32)
-                    found.append(jnp.asarray(affine_round(values, bits, group, of)))
-                    num_bytes += values.size * affine_bits(values.shape[-1], bits, group) / 8
-                experts[layer] = (found[0], found[1])
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                rounded = pool.map(
+                    lambda layer, bits=bits, group=group: [
+                        affine_round(np.asarray(weights[0], np.float32), bits, group, of)
+                        for weights, of in zip(plain.layers[layer], importance[layer], strict=True)
+                    ],
+                    plain.layers,
+                )
+                found = dict(zip(plain.layers, rounded, strict=True))
+            num_bytes = sum(
+                part.size * affine_bits(part.shape[-1], bits, group) / 8
+                for parts in found.values()
+                for part in parts
+            )
+            experts = {n: (jnp.asarray(p[0]), jnp.asarray(p[1])) for n, p in found.items()}
             yield name, bits, round(num_bytes), experts
 
 
