@@ -11,7 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-AREAS = ("models", "conversion", "memory", "engine", "Python", "server")
+AREAS = ("models", "conversion", "quantised experts", "memory", "engine", "Python", "server")
 _MARK = re.compile(r'pytest\.mark\.shows\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)')
 _TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- /table -->)", re.DOTALL)
 

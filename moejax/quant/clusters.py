@@ -61,8 +61,8 @@ def nested_clusters(
 
     Args:
         values: finite.
-        importance: finite, not negative. Values of importance 0 move no centre, unless all of their
-            row are 0: then all count the same.
+        importance: finite, not negative. Every value counts a millionth of the row's mean besides,
+            so that one of importance 0 finds its place; where all are 0, all count the same.
         seed_bits, parent_bits: 1 ≤ seed_bits ≤ parent_bits ≤ 8.
         max_borders: rows of at most so many values get the best seed there is; longer ones the best
             among so many borders, then Lloyd's steps.

@@ -12,6 +12,9 @@ from moejax_converters.convert import convert
 from moejax_converters.source import Source
 
 
+@pytest.mark.shows(
+    "quantised experts", "folders of any-precision-llm are read, codes and tables as they are"
+)
 @pytest.mark.parametrize("packed", [apl_packing.EXPERTS, apl_packing.ALL_LINEARS])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
 def test_every_width_is_that_of_the_folder(family, packed, tmp_path):

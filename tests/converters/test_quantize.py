@@ -176,6 +176,9 @@ def test_codes_alone_are_stored_unless_the_dense_runs_are_kept(plain: Path, tmp_
 # Interruptions.
 
 
+@pytest.mark.shows(
+    "quantised experts", "a quantisation that is interrupted goes on, to the same bytes"
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_interrupted_quantisation_goes_on(

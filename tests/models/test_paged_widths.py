@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.coded_model import CodedArena, make_coded
 from models.small_configs import VOCAB
@@ -77,6 +78,7 @@ def test_the_model_has_coded_linears_of_all_kinds() -> None:
     assert all(tensor.repeats == 2 for tensor in make_coded().model.geometry.linears)
 
 
+@pytest.mark.shows("quantised experts", "widths are data: mixed, and changed between steps")
 def test_mixed_widths_give_what_their_weights_give_and_edits_change_them() -> None:
     widths = mixed_widths()
     arena = CodedArena(widths)

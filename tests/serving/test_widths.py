@@ -221,6 +221,9 @@ def test_a_file_that_holds_no_widths_is_one_line(
 # Planner static.
 
 
+@pytest.mark.shows(
+    "quantised experts", "a static planner gives each expert a width, within a number of bytes"
+)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, 1.0])
 def test_the_static_planner_stays_within_its_bytes(share: float, checkpoint: Checkpoint) -> None:
     geometry = geometry_of(checkpoint)
@@ -322,6 +325,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
+@pytest.mark.shows(
+    "quantised experts", "served tokens are those of a forward pass with the decoded weights"
+)
 def test_an_engine_generates_what_weights_of_its_width_give(
     checkpoint: Checkpoint, folder: pathlib.Path
 ) -> None:
