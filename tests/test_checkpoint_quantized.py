@@ -177,8 +177,11 @@ def test_what_a_writer_was_not_given_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=rf"linears \[\] were written, needed \['{LINEAR}'\]"):
         writer.finish({"eos_token_ids": []}, make_costs())
     write_linear(writer, BITS)
-    with pytest.raises(ValueError, match="sensitivities belong to a quantised checkpoint"):
-        writer.finish({"eos_token_ids": []})
+    writer.finish({"eos_token_ids": []})  # codes without the weights that they stand for
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    assert not checkpoint.has_sensitivity
+    with pytest.raises(CheckpointError, match=r"was imported as codes.*it has no sensitivities$"):
+        checkpoint.sensitivity()
 
 
 # Damage.
@@ -334,8 +337,6 @@ def test_a_quantization_that_is_none_is_refused_by_its_field(
 
 
 def test_keys_that_do_not_go_together_are_refused(folder: pathlib.Path) -> None:
-    change(folder, sensitivity=None)
-    assert refused(folder).endswith("sensitivity and quantization do not belong together")
     change(folder, sensitivity="zz")
     assert "broken entry" in refused(folder)
     change(folder, sensitivity="00000000")

@@ -12,10 +12,12 @@ from moejax.errors import CheckpointError
 _SEPARATOR = "<|endoftext|>"
 # Enough characters for a token, in any language that a tokenizer was made for.
 _CHARACTERS_PER_TOKEN = 16
+# The bytes of a character at most: a tokenizer may have tokens for bytes only.
+_TOKENS_PER_CHARACTER = 4
 
 
 def calibration_sequences(
-    text: Path, folder: Path, *, count: int, length: int
+    text: Path, folder: Path, *, count: int, length: int, vocab_size: int | None = None
 ) -> Int32[np.ndarray, "count length"]:
     """Windows of `length` tokens, spread evenly over a text.
 
@@ -24,12 +26,28 @@ def calibration_sequences(
             taken as they are, the first `count` of them, `length` tokens each.
         folder: where `tokenizer.json` lies; no special tokens are added.
         count, length: how many tokens make up the calibration.
+        vocab_size: of the model; None: any token is taken.
 
     Raises:
-        CheckpointError: no such file, no tokenizer, or fewer tokens than `count * length`.
+        CheckpointError: no such file, no tokenizer, fewer tokens than `count * length`, or a token
+            that the model does not have.
     """
-    if text.suffix == ".npy":
-        return _stored(text, count, length)
+    try:
+        is_file = not text.exists() or text.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{text}: {error.strerror}") from error
+    if not is_file:
+        raise CheckpointError(f"{text}: not a file")
+    is_text = text.suffix != ".npy"
+    found = (_tokenized if is_text else _stored)(text, folder, count, length)
+    if vocab_size is not None and (most := int(found.max())) >= vocab_size:
+        raise CheckpointError(f"{text}: has the token {most}, the model has {vocab_size}")
+    return found
+
+
+def _tokenized(
+    text: Path, folder: Path, count: int, length: int
+) -> Int32[np.ndarray, "count length"]:
     try:
         words = text.read_text(encoding="utf-8")
     except OSError as error:
@@ -45,6 +63,11 @@ def calibration_sequences(
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise CheckpointError(f"{path}: {error}") from error
+    if count * length > _TOKENS_PER_CHARACTER * len(words):
+        raise CheckpointError(
+            f"{text}: too short to be cut into {count} sequences of {length} tokens "
+            f"(it has {len(words)} characters)"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     pieces = _windows(words, count, length)
@@ -73,14 +96,14 @@ def _windows(words: str, count: int, length: int) -> list[str]:
     return pieces
 
 
-def _stored(path: Path, count: int, length: int) -> Int32[np.ndarray, "count length"]:
+def _stored(path: Path, folder: Path, count: int, length: int) -> Int32[np.ndarray, "count length"]:
     try:
         with path.open("rb") as file:
             ids: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # also what Python's tokenizer and parser raise for a header
+        reason = (str(error).splitlines() or ["it ends too early"])[0]
         raise CheckpointError(f"{path}: not an array of NumPy: {reason}") from error
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise CheckpointError(f"{path}: {ids.dtype} {list(ids.shape)}, needed whole numbers [n, t]")

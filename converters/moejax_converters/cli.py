@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--quantize needs --calibration FILE, a text like those that the model will see, "
             "or --calibration none"
         )
+    of_text = [name for name in given if name.startswith("calibration_")]
+    if args.calibration == "none" and of_text:
+        parser.error(f"--calibration none takes no --{of_text[0].replace('_', '-')}")
+    if args.calibration == "":
+        parser.error("--calibration needs the name of a file, or none")
     if args.quantize is None:
         # Conversion is work for the host: no memory of an accelerator is taken.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -87,8 +92,8 @@ def _add_quantize_flags(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--calibration",
         metavar="FILE|none",
-        help="a text in UTF-8, or token ids [sequences, tokens] as .npy, that says which weights "
-        "matter; none: all alike",
+        help="needed with --quantize: a text in UTF-8, or token ids [sequences, tokens] as .npy, "
+        "that says which weights matter; none: all alike",
     )
     group.add_argument(
         "--seed-bits", type=int, choices=(2, 3), help="the smallest width (default: 3)"
@@ -105,28 +110,40 @@ def _add_quantize_flags(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--quantize-linears",
-        nargs="+",
-        choices=("attention", "shared"),
-        help="quantise attention projections and shared experts too",
+        type=_linears,
+        metavar="attention,shared",
+        help="quantise attention projections, shared experts, or both too (default: experts only)",
     )
     group.add_argument(
         "--keep-dense",
         action="store_true",
         default=None,
-        help="store width 16 too, so that the model can be served as it was",
+        help="store width 16 too, so that the model can be served as it was (default: codes only)",
     )
     group.add_argument(
-        "--calibration-sequences", type=int, metavar="N", help="sequences (default: 128)"
+        "--calibration-sequences",
+        type=int,
+        metavar="N",
+        help="parts of the calibration text (default: 128)",
     )
     group.add_argument(
-        "--calibration-length", type=int, metavar="N", help="tokens of each (default: 512)"
+        "--calibration-length", type=int, metavar="N", help="tokens of each part (default: 512)"
     )
+
+
+def _linears(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= {"attention", "shared"}:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is neither attention, shared nor attention,shared"
+        )
+    return names
 
 
 def _rows_per_table(text: str) -> int | str:
     if text == "auto":
         return text
-    if text.isascii() and text.isdigit() and len(text) < 3:
+    if text in ("1", "2", "4", "8", "16", "32", "64"):
         return int(text)
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither auto nor a power of two up to 64")
 
@@ -156,10 +173,11 @@ def _run(args: argparse.Namespace) -> None:
         options = quantize.QuantizeOptions(
             calibration=None if args.calibration == "none" else pathlib.Path(args.calibration),
             rows_per_table=None if rows in (None, "auto") else rows,
-            linears=tuple(dict.fromkeys(args.quantize_linears or ())),
+            linears=args.quantize_linears or (),
             **given,
         )
         quantize.quantize(args.source, args.target, options)
+        print(f"{args.target}: quantised; --inspect {args.target} shows what its widths cost")
 
 
 if __name__ == "__main__":

@@ -14,20 +14,23 @@ from typing import Any
 
 import numpy as np
 import tqdm
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from moejax.arena.format import encode_dense
 from moejax.arena.geometry import choose_geometry, linear_shape, linear_shapes
 from moejax.checkpoint import Checkpoint, CheckpointWriter, Sensitivity, layout
-from moejax.config import DENSE_WIDTH, ModelConfig, Quantization, rows_per_table
+from moejax.config import DENSE_WIDTH, MAX_ROWS_PER_TABLE, ModelConfig, Quantization, rows_per_table
 from moejax.errors import CheckpointError, ConfigError
+from moejax.models.decoder import abstract_params, flatten_params
 from moejax.models.fisher import LayerFisher, layer_fishers, with_prior
 from moejax.models.whole import read_linear
 from moejax.quant.linear import QuantizedLinear, start_quantizing
+from moejax_converters import any_precision, families
 from moejax_converters.calibration_text import calibration_sequences
 from moejax_converters.convert import convert
 from moejax_converters.generation import copy_tokenizer
 from moejax_converters.quantize_job import Job, work_on
+from moejax_converters.source import Source
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +69,13 @@ class QuantizeOptions:
             )
         if self.sequences < 1 or self.length < 2:
             raise ConfigError(
-                f"a calibration needs sequences of 2 tokens or more, "
+                "a calibration needs 1 sequence of 2 tokens at least, "
                 f"got {self.sequences} of {self.length}"
+            )
+        if self.rows_per_table not in (None, 1, 2, 4, 8, 16, 32, MAX_ROWS_PER_TABLE):
+            raise ConfigError(
+                f"rows_per_table must be a power of two up to {MAX_ROWS_PER_TABLE}, "
+                f"got {self.rows_per_table}"
             )
         for group in self.linears:
             if group not in LINEAR_GROUPS:
@@ -85,16 +93,21 @@ def quantize(
         CheckpointError, ConfigError: in one line.
     """
     source, target = Path(source), Path(target)
+    # What cannot be done is refused here, before a conversion that may take hours.
+    config = _source_config(source)
+    quantization = make_quantization(config, options)
+    shapes = _dense_shapes(config)
+    coded = {name: shapes[name] for name, _ in quantization.linears}
+    choose_geometry(config, config.dtype, quantization, coded)
+    sequences = _sequences(source, config, options)
     with work_on(target, _settings(source, options)) as job:
         checkpoint = _plain(source, job, progress)
-        if checkpoint.quantization is not None:
-            raise CheckpointError(f"{source} is quantised already: start from what it was made of")
-        _Quantizer(checkpoint, job, options, progress).run()
+        _Quantizer(checkpoint, job, quantization, sequences, progress).run()
 
 
-def make_quantization(checkpoint: Checkpoint, options: QuantizeOptions) -> Quantization:
-    """What the options mean for a model."""
-    config = checkpoint.config
+def make_quantization(config: ModelConfig, options: QuantizeOptions) -> Quantization:
+    """What the options mean for a model. Raises ConfigError."""
+    shapes = _dense_shapes(config)
 
     def rows(columns: int) -> int:
         return options.rows_per_table or rows_per_table(columns, options.parent_bits)
@@ -103,11 +116,11 @@ def make_quantization(checkpoint: Checkpoint, options: QuantizeOptions) -> Quant
     for group in options.linears:
         found = [
             name
-            for name in checkpoint.dense_names()
-            if re.fullmatch(LINEAR_GROUPS[group], name) and len(checkpoint.dense_shape(name)) == 3
+            for name, shape in shapes.items()
+            if re.fullmatch(LINEAR_GROUPS[group], name) and len(shape) == 3
         ]
         if not found:
-            raise ConfigError(f"linears: {config.family} here has no {group} projections")
+            raise ConfigError(f"quantize-linears: {config.family} here has no {group} projections")
         names += found
     gate_up, down = linear_shapes(config)
     return Quantization(
@@ -115,8 +128,49 @@ def make_quantization(checkpoint: Checkpoint, options: QuantizeOptions) -> Quant
         parent_bits=options.parent_bits,
         gate_up_rows_per_table=rows(gate_up.columns),
         down_rows_per_table=rows(down.columns),
-        linears=tuple((name, rows(checkpoint.dense_shape(name)[2])) for name in sorted(names)),
+        linears=tuple((name, rows(shapes[name][2])) for name in sorted(names)),
         has_dense=options.keep_dense,
+    )
+
+
+def _dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The stacked dense tensors of a model, by name."""
+    params = flatten_params(abstract_params(config, config.dtype))
+    return {name: tuple(leaf.shape) for name, leaf in params.items()}
+
+
+def _source_config(source: Path) -> ModelConfig:
+    """The model in a folder that can be quantised."""
+    if layout.manifest_path(source).is_file():
+        checkpoint = Checkpoint.open(source)
+        is_quantized, config = checkpoint.quantization is not None, checkpoint.config
+    else:
+        folder = Source(source)
+        is_quantized = any_precision.is_any_precision(folder.config)
+        config = families.source_config(folder)
+    if is_quantized:
+        raise CheckpointError(f"{source} is quantised already: start from what it was made of")
+    return config
+
+
+def _sequences(
+    source: Path, config: ModelConfig, options: QuantizeOptions
+) -> Int32[np.ndarray, "count length"] | None:
+    """The token sequences of the calibration, if there is one."""
+    if options.calibration is None:
+        return None
+    most = config.max_position_embeddings
+    if options.length > most:
+        raise ConfigError(
+            f"a calibration with sequences of {options.length} tokens: "
+            f"the model has {most} positions"
+        )
+    return calibration_sequences(
+        options.calibration,
+        source,
+        count=options.sequences,
+        length=options.length,
+        vocab_size=config.vocab_size,
     )
 
 
@@ -146,18 +200,22 @@ class _Quantizer:
     """One run over the layers of a checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, job: Job, options: QuantizeOptions, progress: bool
+        self,
+        checkpoint: Checkpoint,
+        job: Job,
+        quantization: Quantization,
+        sequences: Int32[np.ndarray, "count length"] | None,
+        progress: bool,
     ) -> None:
-        self._checkpoint, self._job, self._options = checkpoint, job, options
-        self._progress = progress
+        self._checkpoint, self._job = checkpoint, job
+        self._sequences, self._progress = sequences, progress
         self._config: ModelConfig = checkpoint.config
-        self._quantization = make_quantization(checkpoint, options)
-        shapes = {name: checkpoint.dense_shape(name) for name, _ in self._quantization.linears}
-        # What no engine could load is refused here, not after the work.
-        choose_geometry(self._config, self._config.dtype, self._quantization, shapes)
+        self._quantization = quantization
         self._writer = CheckpointWriter(job.new, self._config, self._quantization)
         self._quantize = functools.partial(
-            start_quantizing, seed_bits=options.seed_bits, parent_bits=options.parent_bits
+            start_quantizing,
+            seed_bits=quantization.seed_bits,
+            parent_bits=quantization.parent_bits,
         )
 
     def run(self) -> None:
@@ -187,22 +245,15 @@ class _Quantizer:
 
     def _fishers(self, todo: Sequence[int]) -> Iterator[LayerFisher]:
         """The importances of the layers that are not done, the last layer first."""
-        options = self._options
         if not todo:
             return
-        if options.calibration is None:
+        if self._sequences is None:
             for layer in reversed(todo):
                 yield self._ones(layer)
             return
-        sequences = calibration_sequences(
-            options.calibration,
-            self._checkpoint.folder,
-            count=options.sequences,
-            length=options.length,
-        )
         for fisher in layer_fishers(
             self._checkpoint,
-            sequences,
+            self._sequences,
             folder=self._job.calibration,
             linears=bool(self._quantization.linears),
             progress=self._progress,
@@ -333,7 +384,7 @@ class _Quantizer:
         self._writer.finish(
             checkpoint.generation,
             Sensitivity(
-                is_calibrated=self._options.calibration is not None,
+                is_calibrated=self._sequences is not None,
                 experts=costs[..., :-1],
                 expert_norms=costs[..., -1],
                 tokens=np.stack([kept[layer]["tokens"] for layer in config.moe_layers]),

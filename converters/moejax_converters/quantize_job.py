@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import numpy as np
 
 from moejax.checkpoint import strict_json
 from moejax.errors import CheckpointError
+from moejax_converters import staging
 
 _FILE = "job.json"
 # What took time. A folder with none of these is removed when a job fails.
 _WORTH_KEEPING = ("plain/moejax.json", "calibration", "*.npz")
+# What other settings would have made otherwise.
+_OF_SETTINGS = ("calibration", "*.npz")
 
 
 class Job:
@@ -55,8 +59,11 @@ class Job:
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return None
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return dict(file)
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            return None  # damaged: what it says is found out again
 
 
 @contextlib.contextmanager
@@ -70,6 +77,7 @@ def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
         CheckpointError: the target exists, another process is at it, or what lies there was begun
             with other settings.
     """
+    staging.check_name(target)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: it is not overwritten")
     folder = target.parent / f".{target.name}.quantizing"
@@ -104,13 +112,16 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
         found = strict_json.read(path)
         if found == settings:
             return
-        names = sorted(
-            k for k in settings if not isinstance(found, dict) or found.get(k) != settings[k]
-        )
-        raise CheckpointError(
-            f"{folder} holds a quantisation that was begun with other settings "
-            f"({', '.join(names)}): go on with those, or remove the folder"
-        )
+        before = found if isinstance(found, dict) else {}
+        names = sorted(name for name in settings if before.get(name) != settings[name])
+        if any(any(folder.glob(pattern)) for pattern in _OF_SETTINGS):
+            raise CheckpointError(
+                f"{folder} holds a quantisation that was begun with other settings "
+                f"({', '.join(names)}): go on with those, or remove the folder"
+            )
+        # Nothing of it depends on them, but for the plain checkpoint of another source.
+        for part in ("new", *(["plain"] if "source" in names else [])):
+            shutil.rmtree(folder / part, ignore_errors=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(settings, indent=1))
     partial.rename(path)

@@ -24,7 +24,7 @@ def staged(target: Path) -> Iterator[Path]:
 
     It is removed if the body fails. What a killed process left is removed by the next one.
     """
-    _check_name(target)
+    check_name(target)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: it is not overwritten")
     folder = target.parent / f"{_prefix(target)}{uuid.uuid4().hex}"
@@ -48,8 +48,10 @@ def staged(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _check_name(target: Path) -> None:
+def check_name(target: Path) -> None:
     """Refuses what cannot be the name of a folder, before anything is made beside it."""
+    if target.name in ("", ".."):
+        raise CheckpointError(f"cannot write {str(target)!r}: it is no name of a new folder")
     try:
         size = len(target.name.encode())
         str(target).encode()

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from moejax.arena.geometry import Geometry
+from moejax.config import DENSE_WIDTH
 from moejax.errors import ConfigError
 
 
@@ -66,6 +67,8 @@ def check_width(geometry: Geometry, width: int, what: str) -> None:
         )
     if width > quantization.parent_bits:
         also = ", and 16" if quantization.has_dense else ""
+        if width == DENSE_WIDTH:
+            also = ": moejax-convert --keep-dense stores width 16 too"
         raise ConfigError(
             f"{what} {width}: the model is stored with {quantization.parent_bits} bits at most"
             + also
@@ -92,7 +95,7 @@ def widths_from_json(data: Any, geometry: Geometry, source: str) -> Widths:
     Raises ConfigError, in one line that begins with `source`.
     """
     if not isinstance(data, dict) or not {"experts"} <= set(data) <= {"experts", "linears"}:
-        raise ConfigError(f"{source}: needs the keys experts and linears")
+        raise ConfigError(f"{source}: needs the key experts, and linears where there are any")
     shape = (geometry.num_moe_layers, geometry.num_experts, 2)
     experts = _array(data["experts"], shape, f"{source}: experts")
     named = data.get("linears", {})

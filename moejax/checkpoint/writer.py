@@ -31,7 +31,11 @@ class CheckpointWriter:
         self._dense: dict[str, DenseTensor] = {}
         self._linears: dict[str, DenseTensor] = {}
         self._experts: dict[int, int] = {}
-        for part in ("dense", "experts", *(["linears"] if quantization else [])):
+        for part in (
+            "dense",
+            "experts",
+            *(["linears"] if quantization is not None and quantization.linears else []),
+        ):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
     def put_dense(self, name: str, array: Shaped[np.ndarray, "..."]) -> None:

@@ -147,14 +147,16 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "expert_bits",
-        "width of the experts of a quantised model: auto (the widest that fits), 2 to 8, 16 (as "
-        "they were, where the model was quantised with --keep-dense), or a file of widths",
+        "width of the experts of a quantised model: auto (the widest that is stored and fits into "
+        "--memory-budget, 16 too where it is stored), 2 to 8, 16 (as they were, where the model "
+        "was quantised with --keep-dense), or a file of widths (see serving/README.md)",
         type=_width_or_file,
         metavar="auto|BITS|FILE",
     )
     add(
         "linear_bits",
-        "width of attention and shared experts, where they are quantised",
+        "width of attention and shared experts, where they are quantised: one that is stored; "
+        "auto: the widest of these",
         type=_width,
         metavar="auto|BITS",
     )
@@ -164,7 +166,12 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         "--expert-memory; none: as --expert-bits says",
         choices=("none", "static"),
     )
-    add("expert_memory", "memory for experts, with --planner static", type=_size, metavar="SIZE")
+    add(
+        "expert_memory",
+        "memory for the pages of experts, such as 10GB, with --planner static",
+        type=_size,
+        metavar="SIZE",
+    )
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
     add(
         "skip_tokenizer_init",

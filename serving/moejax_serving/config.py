@@ -67,10 +67,10 @@ class EngineConfig:
             raise ConfigError(f"planner must be none or static, got {self.planner!r}")
         if self.expert_memory is not None:
             _check_int("expert_memory", self.expert_memory, 1)
-        if (self.planner == "static") != (self.expert_memory is not None):
-            raise ConfigError(
-                "planner static needs expert_memory, and expert_memory planner static"
-            )
+        if self.planner == "static" and self.expert_memory is None:
+            raise ConfigError("planner static needs expert_memory: the bytes that experts may take")
+        if self.planner != "static" and self.expert_memory is not None:
+            raise ConfigError("expert_memory is for planner static, which is not set")
         if self.planner == "static" and self.expert_bits != "auto":
             raise ConfigError("planner static chooses the widths: leave expert_bits at auto")
 

@@ -6,7 +6,9 @@ from moejax.arena.geometry import Geometry
 from moejax.arena.widths import Widths, uniform
 from moejax.checkpoint import Sensitivity
 from moejax.config import DENSE_WIDTH
+from moejax.errors import CapacityError
 from moejax.paging.allocation import Choices, allocate
+from moejax_serving.memory import human
 
 
 def static_widths(costs: Sensitivity, geometry: Geometry, budget: int, linear_width: int) -> Widths:
@@ -14,7 +16,13 @@ def static_widths(costs: Sensitivity, geometry: Geometry, budget: int, linear_wi
 
     Raises CapacityError if the experts do not fit at their least widths.
     """
-    picks = allocate(choices(costs, geometry), budget)
+    offered = choices(costs, geometry)
+    if (least := int(offered.sizes.min(axis=1).sum())) > budget:
+        raise CapacityError(
+            f"the pages of {len(offered.sizes)} linears of experts take at least {human(least)} "
+            f"({least} bytes); expert_memory (--expert-memory) is {human(budget)}"
+        )
+    picks = allocate(offered, budget)
     chosen = np.array(geometry.widths, np.int32)[picks].reshape(costs.experts.shape[:-1])
     return Widths(chosen, uniform(geometry, linear_width).linears)
 

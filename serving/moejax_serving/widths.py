@@ -71,5 +71,7 @@ def _from_file(path: Path, geometry: Geometry) -> Widths:
     try:
         data = strict_json.read(path)
     except CheckpointError as error:
-        raise ConfigError(f"expert_bits: {error}") from error
+        raise ConfigError(
+            f"expert_bits is neither auto, a width, nor a file of widths: {error}"
+        ) from error
     return widths_from_json(data, geometry, str(path))

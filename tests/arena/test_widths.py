@@ -116,7 +116,11 @@ def test_a_summary_counts_the_linears_of_each_width() -> None:
     ("geometry", "width", "message"),
     [
         (GEOMETRY, 6, "expert_bits 6: the model is stored with 5 bits at most, and 16"),
-        (CODES, 16, "expert_bits 16: the model is stored with 5 bits at most"),
+        (
+            CODES,
+            16,
+            "expert_bits 16: the model is stored with 5 bits at most: moejax-convert --keep-dense",
+        ),
         (CODES, 2, "expert_bits 2: the model is stored with 3 bits at least"),
         (
             PLAIN,
@@ -177,10 +181,10 @@ def broken(*path: Any, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "needs the keys experts and linears"),
-        ({}, "needs the keys experts and linears"),
-        ({"linears": {}}, "needs the keys experts and linears"),
-        (broken("more", value=1), "needs the keys experts and linears"),
+        ([], "needs the key experts, and linears where"),
+        ({}, "needs the key experts, and linears where"),
+        ({"linears": {}}, "needs the key experts, and linears where"),
+        (broken("more", value=1), "needs the key experts, and linears where"),
         (broken("experts", value=[[[3, 3]]]), "experts must be lists of 2 x 5 x 2 widths"),
         (broken("experts", 1, value=3), "experts must be lists of 2 x 5 x 2 widths"),
         (broken("experts", 1, 4, value=[3]), "experts must be lists of 2 x 5 x 2 widths"),

@@ -66,7 +66,7 @@ def test_a_text_that_is_too_short_is_refused(
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text(text_of(30))
-    message = rf"^{path}: too short to be cut into {count} sequences of {length} tokens \(one of"
+    message = rf"^{path}: too short to be cut into {count} sequences of {length} tokens "
     with pytest.raises(CheckpointError, match=message):
         calibration_sequences(path, folder, count=count, length=length)
 
@@ -81,7 +81,7 @@ def refused(path: Path, folder: Path, count: int = 2, length: int = 3) -> str:
 def test_a_text_that_cannot_be_read_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     assert refused(path, folder) == f"{path}: No such file or directory"
-    assert refused(tmp_path, folder) == f"{tmp_path}: Is a directory"
+    assert refused(tmp_path, folder) == f"{tmp_path}: not a file"
     path.write_bytes(b"w1 w2 \xff")
     assert refused(path, folder) == f"{path}: not UTF-8 (invalid start byte at 6)"
 
@@ -141,3 +141,32 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     assert refused(path, tmp_path).startswith(f"{path}: not an array of NumPy: ")
     missing = tmp_path / "none.npy"
     assert refused(missing, tmp_path) == f"{missing}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"PK\x03\x04junkjunkjunk", b"\x93NUMPY\x01\x00\x76\x00" + b"(" * 117 + b"\n"],
+)
+def test_a_file_that_is_no_array_is_one_line(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as error:
+        calibration_sequences(path, tmp_path, count=1, length=2)
+    assert str(error.value).startswith(f"{path}: not an array of NumPy: ")
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([[1, 128]]))
+    with pytest.raises(CheckpointError, match="has the token 128, the model has 128"):
+        calibration_sequences(tmp_path / "ids.npy", tmp_path, count=1, length=2, vocab_size=128)
+
+
+def test_more_sequences_than_a_text_has_characters_are_refused_at_once(
+    tmp_path: Path, folder: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a b c d")
+    with pytest.raises(
+        CheckpointError, match=r"1000000000000 sequences of 2 tokens \(it has 7 characters\)"
+    ):
+        calibration_sequences(tmp_path / "text.txt", folder, count=10**12, length=2)

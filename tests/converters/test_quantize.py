@@ -127,7 +127,7 @@ def test_a_hugging_face_folder_is_converted_first(plain: Path, done: Path, tmp_p
 
 def test_rows_per_table_and_seed_are_those_of_the_options(plain: Path) -> None:
     options = QuantizeOptions(calibration=None, seed_bits=2, parent_bits=4, rows_per_table=8)
-    bits = module.make_quantization(Checkpoint.open(plain), options)
+    bits = module.make_quantization(Checkpoint.open(plain).config, options)
     assert dataclasses.asdict(bits) == {
         "seed_bits": 2,
         "parent_bits": 4,
@@ -146,7 +146,7 @@ def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["a", "b", *flags, "none", "--rows-per-table", "auto"]) == 0
     more = ["--seed-bits", "2", "--parent-bits", "8", "--rows-per-table", "16", "--keep-dense"]
     more += ["--calibration-sequences", "3", "--calibration-length", "4"]
-    more += ["--quantize-linears", "shared", "attention", "shared"]
+    more += ["--quantize-linears", "shared,attention,shared"]
     assert main(["a", "b", *flags, "text.txt", *more]) == 0
     assert seen[0] == seen[1] == ("a", "b", QuantizeOptions(calibration=None))
     assert seen[2] == (
@@ -309,24 +309,57 @@ def test_a_source_that_is_quantised_already_is_refused(done: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"calibration": Path("nowhere.txt")}, "nowhere.txt: No such file or directory"),
-        ({"calibration": Path(__file__), "sequences": 10**6}, "tokenizer.json"),
-        ({"linears": ("shared",)}, "linears: mixtral here has no shared projections"),
-        ({"rows_per_table": 3}, "gate_up: 3 rows per table, needs a power of two up to 64"),
+        ({"calibration": Path("nowhere.txt"), "length": 8}, "nowhere.txt: No such file"),
+        ({"calibration": Path(__file__), "length": 8}, "hf/tokenizer.json is needed"),
+        ({"calibration": Path(__file__), "length": 65}, "65 tokens: the model has 64 positions"),
+        ({"calibration": Path(__file__).parent, "length": 8}, "converters: not a file"),
+        ({"linears": ("shared",)}, "quantize-linears: mixtral here has no shared projections"),
     ],
 )
 def test_a_job_that_cannot_begin_leaves_nothing(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     checkpoints.write(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "plain")
     with pytest.raises((CheckpointError, ConfigError), match=re.escape(message)):
         quantize(
-            tmp_path / "plain",
+            tmp_path / "hf",
             tmp_path / "out",
             dataclasses.replace(QuantizeOptions(calibration=None), **options),
         )
-    assert sorted(os.listdir(tmp_path)) == ["hf", "plain"]
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_other_settings_may_follow_where_nothing_depends_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.write(tmp_path / "hf")
+    first = QuantizeOptions(calibration=None)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(module, "start_quantizing", stop)
+        quantize(tmp_path / "hf", tmp_path / "out", first)
+    work = tmp_path / ".out.quantizing"
+    assert (work / "plain" / "moejax.json").is_file()
+    made = (work / "plain" / "moejax.json").stat().st_mtime_ns
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(module, "start_quantizing", stop)
+        quantize(tmp_path / "hf", tmp_path / "out", dataclasses.replace(first, keep_dense=True))
+    assert (work / "plain" / "moejax.json").stat().st_mtime_ns == made
+    assert json.loads((work / "job.json").read_text())["keep_dense"] is True
+
+
+@pytest.mark.parametrize("name", ["..", "x/.."])
+def test_a_target_without_a_name_is_refused(name: str, tmp_path: Path) -> None:
+    checkpoints.write(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="no name of a new folder"):
+        quantize(tmp_path / "hf", tmp_path / "new" / name, QuantizeOptions(calibration=None))
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_no_such_source_leaves_nothing(tmp_path: Path) -> None:
@@ -356,8 +389,12 @@ def test_a_weight_that_cannot_be_stored_is_named(value: float, tmp_path: Path) -
         ({"seed_bits": 4}, "seed_bits must be 2 or 3, got 4"),
         ({"parent_bits": 2}, "parent_bits must be from seed_bits (3) to 8, got 2"),
         ({"parent_bits": 9}, "parent_bits must be from seed_bits (3) to 8, got 9"),
-        ({"sequences": 0}, "a calibration needs sequences of 2 tokens or more, got 0 of 512"),
-        ({"length": 1}, "a calibration needs sequences of 2 tokens or more, got 128 of 1"),
+        (
+            {"sequences": 0},
+            "a calibration needs 1 sequence of 2 tokens at least, got 0 of 512",
+        ),
+        ({"length": 1}, "a calibration needs 1 sequence of 2 tokens at least, got 128 of 1"),
+        ({"rows_per_table": 3}, "rows_per_table must be a power of two up to 64, got 3"),
         ({"linears": ("experts",)}, "linears: 'experts' is none of attention, shared"),
     ],
 )
@@ -376,7 +413,14 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
         (["--calibration-length", "4"], "--calibration-length needs --quantize any-precision"),
         (["--quantize", "any-precision"], "--quantize needs --calibration FILE"),
         (["--quantize", "gptq"], "invalid choice: 'gptq'"),
-        (["--quantize-linears", "embeddings"], "invalid choice: 'embeddings'"),
+        (["--quantize-linears", "embeddings"], "'embeddings' is neither attention, shared"),
+        (["--rows-per-table", "3"], "'3' is neither auto nor a power of two up to 64"),
+        (["--rows-per-table", "01"], "'01' is neither auto nor a power of two up to 64"),
+        (
+            ["--quantize", "any-precision", "--calibration", "none", "--calibration-length", "4"],
+            "--calibration none takes no --calibration-length",
+        ),
+        (["--quantize", "any-precision", "--calibration", ""], "needs the name of a file"),
         (["--rows-per-table", "many"], "'many' is neither auto nor a power of two up to 64"),
     ],
 )
