@@ -119,7 +119,8 @@ def test_a_summary_counts_the_linears_of_each_width() -> None:
         (
             CODES,
             16,
-            "expert_bits 16: the model is stored with 5 bits at most: moejax-convert --keep-dense",
+            "expert_bits 16: the model is stored with 5 bits at most: "
+            "moejax-convert --keep-dense stores width 16 too",
         ),
         (CODES, 2, "expert_bits 2: the model is stored with 3 bits at least"),
         (
