@@ -36,7 +36,7 @@ from moejax.checkpoint import Checkpoint
 from moejax.config import DENSE_WIDTH
 from moejax.models.decoder import abstract_params, params_bytes
 from moejax.models.fisher import layer_fishers, with_prior
-from moejax.paging.allocation import Choices, allocate
+from moejax.paging.allocation import allocate, expert_choices
 from moejax_converters.calibration_text import calibration_sequences
 
 # MxMoE's losses need the inputs of all layers in memory.
@@ -121,10 +121,9 @@ def static(models: Models) -> Iterator[Scheme]:
     """Widths of least total sensitivity."""
     stored = models.quantised[0]
     errors = stored.checkpoint.sensitivity().experts
-    damage = errors.reshape(-1, errors.shape[-1]) / 2
-    sizes = np.tile(stored.sizes().astype(np.int64), (len(damage) // 2, 1))
+    offered = expert_choices(errors, stored.sizes().astype(np.int64))
     for budget in budgets(stored):
-        picks = allocate(Choices(sizes=sizes, damage=damage), budget)
+        picks = allocate(offered, budget)
         widths = np.array(stored.widths)[picks].reshape(errors.shape[:-1])
         yield scheme("static", stored, widths)
 
@@ -204,7 +203,7 @@ def main() -> None:
     plain = models.plain
     scorer, config = Scorer(plain.checkpoint), plain.checkpoint.config
     dense_bytes = params_bytes(abstract_params(config, config.dtype))
-    weights = sum(r.shape.parts * r.shape.rows * r.shape.columns for r in plain.runs)
+    weights = sum(s.parts * s.rows * s.columns for s in plain.shapes)
     weights *= len(config.moe_layers) * config.moe.router.num_experts
     base: dict[str, np.ndarray] = {}
     for found in itertools.chain(dense(models), *(SCHEMES[name](models) for name in args.schemes)):

@@ -11,7 +11,7 @@ import numpy as np
 from quality_tasks import Item, Score
 from tqdm import tqdm
 
-from moejax.arena.geometry import Runs, linear_shapes
+from moejax.arena.geometry import LinearShape, linear_shapes, width_bytes
 from moejax.checkpoint import Checkpoint
 from moejax.config import DENSE_WIDTH, ModelConfig
 from moejax.layers.every_token import EveryToken
@@ -51,18 +51,19 @@ class Stored:
         return np.full((len(self.layers), experts, 2), width)
 
     @property
-    def runs(self) -> tuple[Runs, Runs]:
+    def shapes(self) -> tuple[LinearShape, LinearShape]:
         """Of gate_up and down."""
-        config, quantization = self.checkpoint.config, self.checkpoint.quantization
-        gate_up, down = (
-            Runs(shape=shape, dtype=config.dtype, page_bytes=1, quantization=quantization)
-            for shape in linear_shapes(config, quantization)
-        )
-        return gate_up, down
+        return linear_shapes(self.checkpoint.config, self.checkpoint.quantization)
 
     def sizes(self) -> np.ndarray:
         """Bytes of planes and the table of each width: [2, widths]."""
-        return np.array([[runs.bytes_at(width) for width in self.widths] for runs in self.runs])
+        dtype, quantization = self.checkpoint.config.dtype, self.checkpoint.quantization
+        return np.array(
+            [
+                [width_bytes(shape, dtype, quantization, width) for width in self.widths]
+                for shape in self.shapes
+            ]
+        )
 
     def num_bytes(self, widths: np.ndarray) -> int:
         """Bytes of the experts at widths [layers, experts, 2]."""

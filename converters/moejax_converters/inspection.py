@@ -11,7 +11,6 @@ import numpy as np
 from moejax.arena import format, geometry
 from moejax.checkpoint import Checkpoint
 from moejax.config import (
-    DENSE_WIDTH,
     LayerKind,
     Mla,
     Mlp,
@@ -19,9 +18,7 @@ from moejax.config import (
     ModelConfig,
     Quantization,
 )
-
-# Where fewer tokens of the calibration chose an expert, the mean of its layer fills in.
-FEW_TOKENS = 64
+from moejax.models.fisher import LEAST_TOKENS
 
 # The first pattern that is found in the name of a dense tensor says its kind.
 _KINDS = (
@@ -129,12 +126,9 @@ def _widths(config: ModelConfig, quantization: Quantization) -> list[str]:
         f"{'width':<12}{'bytes':>12}{'bits per weight':>18}",
     ]
     for width in quantization.widths:
-        size = 0
-        for shape in shapes:
-            if width == DENSE_WIDTH:
-                size += experts * shape.dense_bytes(config.dtype)
-            else:
-                size += experts * (width * shape.plane_bytes() + shape.table_bytes(width))
+        size = experts * sum(
+            geometry.width_bytes(shape, config.dtype, quantization, width) for shape in shapes
+        )
         lines.append(f"{width:<12}{_size(size):>12}{8 * size / weights:>18.2f}")
     return lines
 
@@ -151,7 +145,7 @@ def _errors(checkpoint: Checkpoint, quantization: Quantization) -> list[str]:
     )
     header = f"{'layer':<12}" + "".join(f"{width:>10}" for width in bits)
     if costs.is_calibrated:
-        header += f"   experts of fewer than {FEW_TOKENS} tokens"
+        header += f"   experts of fewer than {LEAST_TOKENS} tokens"
     lines = [title, header]
     for number, layer in enumerate(checkpoint.config.moe_layers):
         norm = np.sum(costs.expert_norms[number])
@@ -162,7 +156,7 @@ def _errors(checkpoint: Checkpoint, quantization: Quantization) -> list[str]:
         )
         line = f"{layer:<12}" + "".join(f"{error:>10.5f}" for error in errors)
         if costs.is_calibrated:
-            few = np.count_nonzero(costs.tokens[number] < FEW_TOKENS)
+            few = np.count_nonzero(costs.tokens[number] < LEAST_TOKENS)
             line += f"   {few} of {costs.tokens.shape[1]}"
         lines.append(line)
     return lines

@@ -98,6 +98,15 @@ def run_sizes(
     return types.MappingProxyType(found)
 
 
+def width_bytes(
+    shape: LinearShape, dtype: str, quantization: Quantization | None, width: int
+) -> int:
+    """Bytes of what a linear is read from at a width: planes and one table, or the dense run."""
+    if width == DENSE_WIDTH:
+        return run_sizes(shape, dtype, quantization)["dense"]
+    return width * shape.plane_bytes() + shape.table_bytes(width)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """The runs of a linear, and the slots of their pages (FORMAT.md section 2)."""
@@ -154,12 +163,6 @@ class Runs:
     def pages_at(self, width: int) -> int:
         """Pages that are on a device at a width."""
         return sum(self.pages(name) for name in self.resident(width))
-
-    def bytes_at(self, width: int) -> int:
-        """Bytes of these runs, without the padding of pages and without the table below."""
-        sizes = self.sizes
-        below = f"table.{width - 1}"
-        return sum(sizes[name] for name in self.resident(width) if name != below)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,6 @@ class Widths:
         """Pages of the arena that the linears take."""
         return sum(count * runs.pages_at(width) for count, runs, width in _counted(self, geometry))
 
-    def bytes(self, geometry: Geometry) -> int:
-        """Bytes of their planes and tables, or dense runs: no padding, no tables below."""
-        return sum(count * runs.bytes_at(width) for count, runs, width in _counted(self, geometry))
-
     def summary(self) -> str:
         """How many linears have which width: `4 bits: 120, 3 bits: 8`."""
         values, counts = np.unique(
@@ -78,19 +74,10 @@ def check_width(geometry: Geometry, width: int, what: str) -> None:
     )
 
 
-def widths_to_json(widths: Widths, geometry: Geometry) -> dict[str, Any]:
-    """`{"experts": [layer][expert][gate_up, down], "linears": {name: [repeat]}}`."""
-    return {
-        "experts": widths.experts.tolist(),
-        "linears": {
-            linear.name: widths.linears[linear.first : linear.first + linear.repeats].tolist()
-            for linear in geometry.linears
-        },
-    }
-
-
 def widths_from_json(data: Any, geometry: Geometry, source: str) -> Widths:
-    """The inverse of `widths_to_json`; `linears` may be left out where there are none.
+    """Widths of `{"experts": [layer][expert][gate_up, down], "linears": {name: [repeat]}}`.
+
+    `linears` may be left out where there are none.
 
     Raises ConfigError, in one line that begins with `source`.
     """

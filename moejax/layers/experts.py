@@ -159,12 +159,6 @@ def run_experts(
     of x, or float32), and rounded once. `weights_input`: the weights multiply the inputs of the
     experts instead, in the dtype of x.
     """
-    # It imports this module.
-    from moejax.layers.every_token import EveryToken, run_every_token
-
-    if isinstance(experts, EveryToken):
-        options: Any = {"activation": activation, "weights_input": weights_input, "bias": bias}
-        return run_every_token(x, topk_ids, topk_weights, valid, experts, **options)
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
     tiles = make_tiles(topk_ids, valid, experts.num_experts, size)

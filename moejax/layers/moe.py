@@ -1,10 +1,13 @@
 """The Mixture-of-Experts layer: router, experts, shared expert, and a dense MLP beside them."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from moejax.config import MlpAndMoe, Moe
+from moejax.layers.every_token import EveryToken, run_every_token
 from moejax.layers.experts import ExpertBias, Experts, run_experts
 from moejax.layers.linear import Norm, NormKind, Stack, make_norm
 from moejax.layers.mlp import MlpLayer, SharedExpertLayer
@@ -54,16 +57,16 @@ class MoeLayer(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """`router_input`: what the router reads; None: x, as the experts do."""
         routing = self.router(x if router_input is None else router_input)
-        y = run_experts(
-            x,
-            routing.topk_ids,
-            routing.topk_weights,
-            valid,
-            experts,
-            activation=self.part.activation,
-            weights_input=self.part.weights_input,
-            bias=None if self.expert_bias is None else self.expert_bias(),
-        )
+        options: Any = {
+            "activation": self.part.activation,
+            "weights_input": self.part.weights_input,
+            "bias": None if self.expert_bias is None else self.expert_bias(),
+        }
+        chosen = (x, routing.topk_ids, routing.topk_weights, valid)
+        if isinstance(experts, EveryToken):
+            y = run_every_token(*chosen, experts, **options)
+        else:
+            y = run_experts(*chosen, experts, **options)
         return y if self.shared is None else y + self.shared(x)
 
 

@@ -42,6 +42,10 @@ from moejax.models.fisher_weights import Weights, is_linear
 _log = logging.getLogger(__name__)
 
 
+LEAST_TOKENS = 64
+"""Where fewer tokens chose an expert, the mean of its layer stands in for what is missing."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFisher:
     """F of the weights of a layer. A layer without routed experts has 0 experts."""
@@ -271,7 +275,9 @@ class _Calibration:
         return CheckpointError(f"{self._checkpoint.folder}: layer {layer}: {what}")
 
 
-def with_prior(fisher: LayerFisher, least_tokens: int = 64) -> tuple[LayerFisher, list[int]]:
+def with_prior(
+    fisher: LayerFisher, least_tokens: int = LEAST_TOKENS
+) -> tuple[LayerFisher, list[int]]:
     """F, with the mean of the layer where few tokens chose an expert; and which experts these are.
 
     An expert that n < `least_tokens` tokens chose gets, on top of its own F, `least_tokens` - n

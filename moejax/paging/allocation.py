@@ -47,6 +47,20 @@ class Choices:
         return self.sizes >= 0
 
 
+def expert_choices(
+    errors: Float64[np.ndarray, "layers experts 2 widths"], sizes: Int64[np.ndarray, "2 widths2"]
+) -> Choices:
+    """Of every gate_up and down, in this order: damage is half its error, in nats per token.
+
+    `sizes` may have one width more than `errors`: the last one, without error.
+    """
+    damage = errors.reshape(-1, errors.shape[-1]) / 2
+    exact = np.zeros((len(damage), sizes.shape[1] - damage.shape[1]))
+    return Choices(
+        sizes=np.tile(sizes, (len(damage) // 2, 1)), damage=np.concatenate([damage, exact], axis=1)
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
     """Steps up the hulls of all linears, the one that saves the most damage per byte first.

@@ -5,9 +5,8 @@ import numpy as np
 from moejax.arena.geometry import Geometry
 from moejax.arena.widths import Widths, uniform
 from moejax.checkpoint import Sensitivity
-from moejax.config import DENSE_WIDTH
 from moejax.errors import CapacityError
-from moejax.paging.allocation import Choices, allocate
+from moejax.paging.allocation import Choices, allocate, expert_choices
 from moejax_serving.memory import human
 
 
@@ -29,15 +28,8 @@ def static_widths(costs: Sensitivity, geometry: Geometry, budget: int, linear_wi
 
 def choices(costs: Sensitivity, geometry: Geometry) -> Choices:
     """What each linear of the experts may be: bytes of its pages, and nats per token."""
-    linears = costs.experts.reshape(-1, costs.experts.shape[-1])
-    damage = linears / 2
-    if DENSE_WIDTH in geometry.widths:
-        damage = np.concatenate([damage, np.zeros((len(damage), 1))], axis=1)
-    sizes = np.array(
-        [
-            [runs.pages_at(width) * geometry.page_bytes for width in geometry.widths]
-            for runs in geometry.expert_runs
-        ],
-        np.int64,
-    )
-    return Choices(sizes=np.tile(sizes, (len(damage) // 2, 1)), damage=damage)
+    sizes = [
+        [runs.pages_at(width) * geometry.page_bytes for width in geometry.widths]
+        for runs in geometry.expert_runs
+    ]
+    return expert_choices(costs.experts, np.array(sizes, np.int64))

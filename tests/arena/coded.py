@@ -1,12 +1,13 @@
 """Linears of random codes and tables, and pages in any order to hold them."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moejax.arena import format
-from moejax.arena.geometry import LinearShape, Runs
+from moejax.arena.geometry import Geometry, LinearShape, Runs
+from moejax.arena.widths import Widths
 from moejax.config import DENSE_WIDTH, Quantization
 
 
@@ -105,3 +106,14 @@ def place(coded: Coded, runs: Runs, pool: Pool) -> Placed:
 def pages_of(runs: Runs) -> int:
     """Pages of everything that is stored of a linear."""
     return sum(runs.pages(name) for name in runs.sizes)
+
+
+def widths_to_json(widths: Widths, geometry: Geometry) -> dict[str, Any]:
+    """`{"experts": [layer][expert][gate_up, down], "linears": {name: [repeat]}}`."""
+    return {
+        "experts": widths.experts.tolist(),
+        "linears": {
+            linear.name: widths.linears[linear.first : linear.first + linear.repeats].tolist()
+            for linear in geometry.linears
+        },
+    }

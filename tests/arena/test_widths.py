@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arena.coded import widths_to_json
 from models.small_configs import make_config
-from moejax.arena.geometry import make_geometry
+from moejax.arena.geometry import make_geometry, width_bytes
 from moejax.arena.widths import (
     Widths,
     check_width,
     uniform,
     widths_from_json,
-    widths_to_json,
 )
 from moejax.config import Quantization
 from moejax.errors import ConfigError
@@ -43,15 +43,20 @@ CODES = make_geometry(CONFIG, "float32", 2048, dataclasses.replace(BITS, has_den
 def test_sizes_by_hand() -> None:
     gate_up, down = GEOMETRY.expert_runs
     # A plane of gate_up has 128 rows of 4 words; a table of 3 bits 64 times 8 values.
-    assert gate_up.bytes_at(3) == 3 * 2048 + 1024
-    assert gate_up.bytes_at(5) == 5 * 2048 + 64 * 32 * 2
+    assert width_bytes(gate_up.shape, gate_up.dtype, gate_up.quantization, 3) == 3 * 2048 + 1024
+    assert (
+        width_bytes(gate_up.shape, gate_up.dtype, gate_up.quantization, 5) == 5 * 2048 + 64 * 32 * 2
+    )
     assert gate_up.pages_at(3) == 3 + 1
     assert gate_up.pages_at(4) == 4 + 1 + 1  # with the table of 3 bits
     assert gate_up.pages_at(5) == 5 + 2 + 1
-    assert gate_up.bytes_at(16) == 128 * 24 * 4 and gate_up.pages_at(16) == 6
-    assert gate_up.pages_at(0) == 0 == gate_up.bytes_at(0)
+    assert (
+        width_bytes(gate_up.shape, gate_up.dtype, gate_up.quantization, 16) == 128 * 24 * 4
+        and gate_up.pages_at(16) == 6
+    )
+    assert gate_up.pages_at(0) == 0
     # One table for all rows, of 1 KiB at any width.
-    assert down.bytes_at(4) == 4 * 1024 + 1024
+    assert width_bytes(down.shape, down.dtype, down.quantization, 4) == 4 * 1024 + 1024
     assert down.pages_at(4) == 4 + 2
     assert gate_up.num_slots == max(6, 5 + 1 + 1 + 2)
     assert [gate_up.first_slot(f"table.{b}") for b in (3, 4, 5)] == [5, 6, 7]
@@ -89,19 +94,18 @@ def test_other_linears_are_numbered_by_name_and_layer() -> None:
     assert GEOMETRY.linear_slots == max(of_o.num_slots, of_q.num_slots) > of_q.num_slots
 
 
-def test_pages_and_bytes_are_sums_over_linears() -> None:
+def test_pages_are_sums_over_linears() -> None:
     rng = np.random.default_rng(0)
     choices = np.array(GEOMETRY.widths, np.int32)
     widths = Widths(choices[rng.integers(0, 4, (2, 5, 2))], choices[rng.integers(0, 4, 4)])
-    pages = size = 0
+    pages = 0
     for at in np.ndindex(2, 5, 2):
         runs, width = GEOMETRY.expert_runs[at[2]], int(widths.experts[at])
-        pages, size = pages + runs.pages_at(width), size + runs.bytes_at(width)
+        pages += runs.pages_at(width)
     for number, width in enumerate(widths.linears.tolist()):
         runs = GEOMETRY.runs_of(GEOMETRY.linears[number // 2].shape)
-        pages, size = pages + runs.pages_at(width), size + runs.bytes_at(width)
-    assert (widths.pages(GEOMETRY), widths.bytes(GEOMETRY)) == (pages, size)
-    assert size < pages * 2048
+        pages += runs.pages_at(width)
+    assert widths.pages(GEOMETRY) == pages
 
 
 def test_a_summary_counts_the_linears_of_each_width() -> None:

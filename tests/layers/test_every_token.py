@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layers.filled import normal
 from moejax.config import Activation, ClampedSwiglu
-from moejax.layers.every_token import EveryToken
+from moejax.layers.every_token import EveryToken, run_every_token
 from moejax.layers.experts import ExpertBias, Stacked, run_experts
 
 HIDDEN, WIDTH = 12, 9
@@ -72,7 +72,7 @@ def make_inputs(shape: Shape, seed: int = 0, empty: int = 0, has_bias: bool = Tr
 def _run(inputs: Inputs, slope: jax.Array, options: Options, every: bool) -> tuple[Any, Any]:
     def output(x: Any, weights: Any, experts: Stacked, bias: Any) -> jax.Array:
         given = EveryToken(experts.gate_up, experts.down) if every else experts
-        return run_experts(
+        return (run_every_token if every else run_experts)(
             x,
             inputs.topk_ids,
             weights,

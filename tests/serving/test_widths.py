@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import references
+from arena.coded import widths_to_json
 from moejax.arena.geometry import Geometry, choose_geometry
-from moejax.arena.widths import Widths, uniform, widths_to_json
+from moejax.arena.widths import Widths, uniform
 from moejax.checkpoint import Checkpoint
 from moejax.errors import CapacityError, ConfigError
 from moejax.models.whole import forward, read_stacked
