@@ -11,11 +11,15 @@ from moejax.errors import CheckpointError
 
 # Configurations have a handful of levels; Python's own limit is reached at thousands.
 _MAX_DEPTH = 64
+# The index of the largest checkpoints has a few tens of megabytes.
+_MAX_BYTES = 1 << 29
 
 
 def read(path: Path) -> Any:
     """The JSON value in a file. Raises CheckpointError, in one line."""
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are too many for a file of JSON")
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

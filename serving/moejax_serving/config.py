@@ -58,7 +58,8 @@ class EngineConfig:
         for name in ("expert_bits", "linear_bits"):
             value = getattr(self, name)
             if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
-                raise ConfigError(f"{name} must be auto or a width, got {value!r}")
+                what = ", a width or a file of widths" if name == "expert_bits" else " or a width"
+                raise ConfigError(f"{name} must be auto{what}, got {value!r}")
             if isinstance(value, int) and not (2 <= value <= 8 or value == 16):
                 raise ConfigError(f"{name} must be a width from 2 to 8, or 16, got {_show(value)}")
         if isinstance(self.linear_bits, str) and self.linear_bits != "auto":

@@ -64,7 +64,9 @@ class LLM:
         dtype: "auto" (the checkpoint's), "float32" or "bfloat16".
         memory_budget: device memory for everything, in bytes or as "10GB", "512MiB".
         skip_tokenizer_init: take and give token ids only.
-        options: further fields of `EngineConfig`, such as max_model_len, max_num_seqs, seed.
+        options: further fields of `EngineConfig`, such as max_model_len, max_num_seqs, seed;
+            expert_bits (a width, or the path of a file of widths), expert_memory (as
+            memory_budget).
 
     Raises:
         MoejaxError: with one line that says what is wrong with the model, a setting or the memory.
@@ -84,10 +86,14 @@ class LLM:
         names = [field.name for field in dataclasses.fields(EngineConfig)]
         if unknown := sorted(options.keys() - names):
             raise ConfigError(f"{unknown[0]} is no setting; these are: {', '.join(names)}")
-        budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        options["memory_budget"] = memory_budget
+        for name in ("memory_budget", "expert_memory"):
+            if isinstance(options.get(name), str):
+                options[name] = parse_size(options[name])
+        if isinstance(options.get("expert_bits"), os.PathLike):
+            options["expert_bits"] = os.fspath(options["expert_bits"])
         config = EngineConfig(
             dtype=dtype,
-            memory_budget=budget,
             skip_tokenizer_init=skip_tokenizer_init,
             **options,
         )

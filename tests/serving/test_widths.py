@@ -260,8 +260,8 @@ def test_too_few_bytes_for_the_static_planner_are_refused(checkpoint: Checkpoint
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"expert_bits": ""}, "expert_bits must be auto or a width, got ''"),
-        ({"expert_bits": True}, "expert_bits must be auto or a width, got True"),
+        ({"expert_bits": ""}, "expert_bits must be auto, a width or a file of widths, got ''"),
+        ({"expert_bits": True}, "expert_bits must be auto, a width or a file of widths, got True"),
         ({"expert_bits": 9}, "expert_bits must be a width from 2 to 8, or 16, got 9"),
         ({"expert_bits": 10**5000}, "expert_bits must be a width from 2 to 8, or 16, got a huge"),
         ({"linear_bits": 1}, "linear_bits must be a width from 2 to 8, or 16, got 1"),
@@ -365,3 +365,22 @@ def test_the_command_line_refuses_a_width_in_one_line(folder: pathlib.Path) -> N
     assert result.returncode == 1
     wanted = "moejax-serve: expert_bits 7: the model is stored with 6 bits at most, and 16\n"
     assert result.stderr == wanted
+
+
+def test_python_takes_paths_and_sizes_as_the_command_line_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[EngineConfig] = []
+    monkeypatch.setattr("moejax_serving.llm.load_engine", lambda _, config: seen.append(config))
+    LLM(expert_bits=pathlib.Path("widths.json"), memory_budget="1MB")
+    LLM(planner="static", expert_memory="3MB")
+    assert (seen[0].expert_bits, seen[0].memory_budget) == ("widths.json", 1_000_000)
+    assert seen[1].expert_memory == 3_000_000
+
+
+def test_a_huge_file_is_refused_unread(checkpoint: Checkpoint, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "widths.json"
+    with path.open("wb") as file:
+        file.truncate(20 << 30)  # it takes no room
+    with pytest.raises(ConfigError, match=r"widths\.json: 21474836480 bytes are too many"):
+        chosen(checkpoint, expert_bits=str(path))
