@@ -53,6 +53,8 @@ class Scheme:
     """In which form: of a quantised checkpoint, its widths and rows per table."""
     width: int | None = None
     """Of a uniform scheme."""
+    fits: int | None = None
+    """Of a planner: the largest uniform width within its budget."""
     num_bytes: int
     """Of the experts: planes with their tables, or codes with their scales."""
     experts: Experts
@@ -125,14 +127,16 @@ def static(models: Models) -> Iterator[Scheme]:
     for budget in budgets(stored):
         picks = allocate(offered, budget)
         widths = np.array(stored.widths)[picks].reshape(errors.shape[:-1])
-        yield scheme("static", stored, widths)
+        yield scheme("static", stored, widths, fits=fitting(stored, budget))
 
 
 def mxmoe(models: Models) -> Iterator[Scheme]:
     """Widths as MxMoE chooses them."""
     stored, sequences = models.quantised[0], models.calibration[:MXMOE_SEQUENCES]
-    for widths in mxmoe_widths(models.plain, stored, sequences, budgets(stored)):
-        yield scheme("mxmoe", stored, widths)
+    offered = budgets(stored)
+    chosen = mxmoe_widths(models.plain, stored, sequences, offered)
+    for budget, widths in zip(offered, chosen, strict=True):
+        yield scheme("mxmoe", stored, widths, fits=fitting(stored, budget))
 
 
 def affine(models: Models) -> Iterator[Scheme]:
@@ -145,12 +149,20 @@ def affine(models: Models) -> Iterator[Scheme]:
 SCHEMES = {"uniform": uniform, "static": static, "mxmoe": mxmoe, "affine": affine}
 
 
-def scheme(name: str, stored: Stored, widths: np.ndarray, width: int | None = None) -> Scheme:
+def scheme(
+    name: str,
+    stored: Stored,
+    widths: np.ndarray,
+    *,
+    width: int | None = None,
+    fits: int | None = None,
+) -> Scheme:
     """What a checkpoint is at widths [layers, experts, 2]."""
     return Scheme(
         name=name,
         stored=form(stored),
         width=width,
+        fits=fits,
         num_bytes=stored.num_bytes(widths),
         experts=stored.at(widths),
     )
@@ -173,6 +185,11 @@ def budgets(stored: Stored) -> list[int]:
     sizes = [stored.num_bytes(stored.uniform(width)) for width in stored.widths]
     halves = [(a + b) // 2 for a, b in zip(sizes[:2], sizes[1:3], strict=True)]
     return sorted(sizes[:4] + halves)
+
+
+def fitting(stored: Stored, budget: int) -> int:
+    """The largest uniform width that takes no more than a budget."""
+    return max(w for w in stored.widths if stored.num_bytes(stored.uniform(w)) <= budget)
 
 
 def main() -> None:
@@ -206,6 +223,7 @@ def main() -> None:
     weights = sum(s.parts * s.rows * s.columns for s in plain.shapes)
     weights *= len(config.moe_layers) * config.moe.router.num_experts
     base: dict[str, np.ndarray] = {}
+    uniforms: dict[tuple[str, int | None, str], np.ndarray] = {}
     for found in itertools.chain(dense(models), *(SCHEMES[name](models) for name in args.schemes)):
         start = time.perf_counter()
         row = {
@@ -214,6 +232,7 @@ def main() -> None:
             "scheme": found.name,
             "form": found.stored,
             "width": found.width,
+            "fits": found.fits,
             "bits": round(8 * found.num_bytes / weights, 4),
             "expert_bytes": found.num_bytes,
             "total_bytes": found.num_bytes + dense_bytes,
@@ -224,6 +243,12 @@ def main() -> None:
             base.setdefault(task.name, of_task)
             mean, half = interval(of_task - base[task.name])
             entry = {"loss": of_task.mean(), "more": mean, "interval": half}
+            if found.name == "uniform":
+                uniforms[found.stored, found.width, task.name] = of_task
+            rival = uniforms.get((found.stored, found.fits, task.name))
+            if rival is not None:
+                than, half = interval(of_task - rival)
+                entry |= {"than_uniform": than, "than_uniform_interval": half}
             if (right := accuracy(task, scores)) is not None:
                 entry["accuracy"] = right
             if task.kind == "windows":

@@ -98,9 +98,10 @@ def layer_inputs(
     weights = Weights(plain.checkpoint, "float32")
     rows, length = sequences.shape
     x = jnp.take(weights.ends["embed"]["weight"], jnp.asarray(sequences.reshape(-1)), axis=0)
+    of_layer = plain.at(plain.uniform(DENSE_WIDTH))
     found = {}
     for number, kind in enumerate(config.layers):
-        experts = plain.at(plain.uniform(DENSE_WIDTH)).get(number)
+        experts = of_layer.get(number)
         stacked = None if experts is None else EveryToken(*experts)
         block = bind_block(kind, config, "float32", nest_params(weights.dense(number)))
         memory = WholeMemory(config, rows, length, {})
