@@ -21,10 +21,12 @@ import tokenizers
 from quality_model import Experts, Scorer, Stored, read_stored
 from quality_rivals import Importance, affine_schemes, mxmoe_widths
 from quality_tasks import (
+    LONGEST,
     MULTIPLE_CHOICE,
     Task,
     accuracy,
     choices,
+    divergences,
     interval,
     last_words,
     losses,
@@ -73,7 +75,7 @@ class Models:
 def tasks(data: pathlib.Path, folder: pathlib.Path, limit: int, characters: int) -> list[Task]:
     """What is scored, in the model's own tokens."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    longest = min(1024, Checkpoint.open(folder).config.max_position_embeddings)
+    longest = min(LONGEST, Checkpoint.open(folder).config.max_position_embeddings)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -218,7 +220,8 @@ def main() -> None:
         read_stored(args.plain), [read_stored(path) for path in args.quantised], calibration
     )
     plain = models.plain
-    scorer, config = Scorer(plain.checkpoint), plain.checkpoint.config
+    config = plain.checkpoint.config
+    scorer = Scorer(plain.checkpoint, plain.at(plain.uniform(DENSE_WIDTH)))
     dense_bytes = params_bytes(abstract_params(config, config.dtype))
     weights = sum(s.parts * s.rows * s.columns for s in plain.shapes)
     weights *= len(config.moe_layers) * config.moe.router.num_experts
@@ -253,6 +256,9 @@ def main() -> None:
                 entry["accuracy"] = right
             if task.kind == "windows":
                 entry["perplexity"] = float(np.exp(of_task.mean()))
+                entry["divergence"], entry["divergence_interval"] = interval(
+                    divergences(task, scores)
+                )
             row[task.name] = {name: round(float(value), 5) for name, value in entry.items()}
         row["seconds"] = round(time.perf_counter() - start, 1)
         record("quality", row)

@@ -11,6 +11,7 @@ import numpy as np
 from quality_tasks import Item, Score
 from tqdm import tqdm
 
+from moejax.arena.format import pad_to
 from moejax.arena.geometry import LinearShape, linear_shapes, width_bytes
 from moejax.checkpoint import Checkpoint
 from moejax.config import DENSE_WIDTH, ModelConfig
@@ -22,6 +23,7 @@ Experts = Mapping[int, tuple[jax.Array, jax.Array]]
 """Layer → gate_up [experts, 2, width, hidden] and down [experts, hidden, width]."""
 LENGTHS = (64, 128, 256, 512, 1024)
 TOKENS = 16384
+ROWS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,23 +103,24 @@ def read_stored(folder: pathlib.Path) -> Stored:
 class Scorer:
     """The dense part of a model, and programs that score items."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, plain: Experts) -> None:
         self._config = checkpoint.config
         self._params = load_params(checkpoint, "float32", progress=True)
+        self._plain = _stacked(plain)
 
     def score(self, experts: Experts, items: Sequence[Item]) -> list[Score]:
-        """Log-probabilities of the scored tokens of each item, in float32."""
-        stacked = {layer: EveryToken(*parts) for layer, parts in experts.items()}
+        """Of each item, in float32; divergences are from the plain experts."""
+        stacked = _stacked(experts)
         found: dict[int, Score] = {}
         for length, numbers in _by_length(items):
-            rows = max(1, TOKENS // length)
+            rows = min(max(1, TOKENS // length), pad_to(len(numbers), ROWS_AT_ONCE))
             for at in range(0, len(numbers), rows):
                 batch = numbers[at : at + rows]
                 tokens = np.zeros((rows, length), np.int32)
                 for row, number in enumerate(batch):
                     tokens[row, : len(items[number].tokens)] = items[number].tokens
-                logprobs, greedy = jax.device_get(
-                    _score(self._params, stacked, tokens, self._config)
+                logprobs, greedy, divergence = jax.device_get(
+                    _score(self._params, stacked, self._plain, tokens, self._config)
                 )
                 for row, number in enumerate(batch):
                     item = items[number]
@@ -125,8 +128,13 @@ class Scorer:
                     found[number] = Score(
                         float(logprobs[row, scored].astype(np.float64).sum()),
                         bool(greedy[row, scored].all()),
+                        float(divergence[row, scored].astype(np.float64).sum()),
                     )
         return [found[number] for number in range(len(items))]
+
+
+def _stacked(experts: Experts) -> dict[int, EveryToken]:
+    return {layer: EveryToken(*parts) for layer, parts in experts.items()}
 
 
 def _by_length(items: Sequence[Item]) -> Iterable[tuple[int, list[int]]]:
@@ -140,19 +148,27 @@ def _by_length(items: Sequence[Item]) -> Iterable[tuple[int, list[int]]]:
 
 @partial(jax.jit, static_argnames="config")
 def _score(
-    params: dict, stacked: dict[int, EveryToken], tokens: jax.Array, config: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
-    """[rows, length - 1]: log-probability of each next token, and whether it is the likeliest."""
+    params: dict,
+    stacked: dict[int, EveryToken],
+    plain: dict[int, EveryToken],
+    tokens: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, ...]:
+    """[rows, length - 1] of the next token: its log-probability, whether it is the likeliest, and
+    how far its distribution is from the plain model's.
+    """
 
-    def row(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = forward(params, stacked, tokens, config=config, dtype="float32")[:, :-1]
+    def logprobs(experts: dict[int, EveryToken], tokens: jax.Array) -> jax.Array:
+        logits = forward(params, experts, tokens, config=config, dtype="float32")[:, :-1]
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    def some(tokens: jax.Array) -> tuple[jax.Array, ...]:
         target = tokens[:, 1:]
-        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        logprobs = picked - jax.nn.logsumexp(logits, axis=-1)
-        return logprobs, jnp.argmax(logits, axis=-1) == target
+        found, wanted = logprobs(stacked, tokens), logprobs(plain, tokens)
+        picked = jnp.take_along_axis(found, target[..., None], axis=-1)[..., 0]
+        divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+        return picked, jnp.argmax(found, axis=-1) == target, divergence
 
     # A few rows at a time: logits are large.
-    parts = tokens.reshape(-1, min(8, len(tokens)), tokens.shape[1])
-    logprobs, greedy = jax.lax.map(row, parts)
-    shape = len(tokens), -1
-    return logprobs.reshape(shape), greedy.reshape(shape)
+    parts = tokens.reshape(-1, min(ROWS_AT_ONCE, len(tokens)), tokens.shape[1])
+    return tuple(part.reshape(len(tokens), -1) for part in jax.lax.map(some, parts))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Encode = Callable[[str], list[int]]
+LONGEST = 1024
+"""Tokens of an item; the beginning of a longer context is cut off."""
 MULTIPLE_CHOICE = ("arc_easy", "piqa", "openbook_qa", "copa", "boolq")
 
 
@@ -43,6 +45,8 @@ class Score:
     """Sum over its scored tokens."""
     is_greedy: bool
     """Whether each of them was the most probable one."""
+    divergence: float
+    """Sum over the scored places of the Kullback-Leibler divergence from the plain model, nats."""
 
 
 def windows(name: str, text: str, encode: Encode, *, characters: int, size: int) -> Task:
@@ -86,6 +90,15 @@ def losses(task: Task, scores: Sequence[Score]) -> np.ndarray:
         return np.array([-score.logprob for score in scores])
     counts = [len(item.tokens) - item.start for item in task.items]
     return np.array([-s.logprob / n for s, n in zip(scores, counts, strict=True)])
+
+
+def divergences(task: Task, scores: Sequence[Score]) -> np.ndarray:
+    """Nats per token of each item: how far predictions moved, for better or worse.
+
+    A loss alone can fall where a model was too sure of itself; this cannot.
+    """
+    counts = [len(item.tokens) - item.start for item in task.items]
+    return np.array([s.divergence / n for s, n in zip(scores, counts, strict=True)])
 
 
 def accuracy(task: Task, scores: Sequence[Score]) -> float | None:
