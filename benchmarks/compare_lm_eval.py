@@ -40,7 +40,8 @@ CHOICE = {
     "doc_to_choice": "choices",
     "doc_to_target": "gold",
 }
-LAST_WORD = {"output_type": "loglikelihood", "doc_to_target": "{{continuation}}"}
+# The delimiter is for choices alone.
+LAST_WORD = {"output_type": "loglikelihood", "doc_to_target": "{{' ' + continuation}}"}
 
 
 def main() -> None:
