@@ -1,7 +1,8 @@
 # Two commands on a fresh machine: `make serve` and `make test`.
 #
 #   make serve [ARGS="MODEL --port 8001"]   installs what serving needs and serves
-#   make test [ARGS="tests/serving"]         installs the rest and runs the quick tests
+#   make test [ARGS="tests/serving"]         installs the rest and runs the quick tests, two at a
+#                                           time; WORKERS=8 on a larger machine, WORKERS=0 for one
 #   make test-all                           the slow tests too
 #   make table                              writes README's table of what works
 #   make format                             formats the code
@@ -28,6 +29,9 @@ endif
 SERVE_ENV := $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu})
 # XLA's collectives on simulated devices wait for each other: two threads are too few for four.
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=16
+# Each worker may need 6 GB. A file stays with one worker, since its tests share models.
+WORKERS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: serve test test-all table format lint types layers venv
 
@@ -35,10 +39,10 @@ serve: .venv/.serve
 	@exec env $(SERVE_ENV) $(BIN)/moejax-serve $(ARGS)
 
 test: .venv/.test
-	$(TEST_ENV) $(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-all: .venv/.test
-	$(TEST_ENV) $(BIN)/pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 table: .venv/.test
 	$(TEST_ENV) $(BIN)/python tests/table.py

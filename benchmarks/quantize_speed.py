@@ -24,7 +24,8 @@ from moejax.arena.geometry import linear_shapes
 from moejax.checkpoint import Checkpoint, CheckpointWriter, layout
 from moejax.config import ModelConfig
 from moejax.models.decoder import abstract_params, flatten_params
-from moejax_converters.quantize import QuantizeOptions, quantize
+from moejax_converters.quantize import quantize
+from moejax_converters.quantize_options import QuantizeOptions
 
 
 def write_random(folder: pathlib.Path, config: ModelConfig) -> None:

@@ -150,7 +150,7 @@ def _rows_per_table(text: str) -> int | str:
 
 def _run(args: argparse.Namespace) -> None:
     # Imported late: --help answers without JAX.
-    from moejax_converters import convert, inspection, quantize
+    from moejax_converters import convert, inspection, quantize, quantize_options
 
     if args.inspect is not None:
         print(inspection.table(args.inspect))
@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace) -> None:
             if (value := getattr(args, flag)) is not None
         }
         rows = args.rows_per_table
-        options = quantize.QuantizeOptions(
+        options = quantize_options.QuantizeOptions(
             calibration=None if args.calibration == "none" else pathlib.Path(args.calibration),
             rows_per_table=None if rows in (None, "auto") else rows,
             linears=args.quantize_linears or (),

@@ -18,11 +18,12 @@ from moejax.checkpoint.layout import LINEARS
 from moejax.errors import CheckpointError, ConfigError
 from moejax.models.whole import read_linear
 from moejax.quant.linear import decode_linear, quantize_linear
-from moejax_converters import quantize as module
+from moejax_converters import quantizer
 from moejax_converters.cli import main
 from moejax_converters.convert import convert
-from moejax_converters.quantize import QuantizeOptions, quantize
+from moejax_converters.quantize import quantize
 from moejax_converters.quantize_job import Job, work_on
+from moejax_converters.quantize_options import QuantizeOptions, make_quantization
 
 OPTIONS = QuantizeOptions(calibration=None, linears=("attention", "shared"), keep_dense=True)
 EXPERTS, MOE_LAYERS = 4, (0, 2)
@@ -127,7 +128,7 @@ def test_a_hugging_face_folder_is_converted_first(plain: Path, done: Path, tmp_p
 
 def test_rows_per_table_and_seed_are_those_of_the_options(plain: Path) -> None:
     options = QuantizeOptions(calibration=None, seed_bits=2, parent_bits=4, rows_per_table=8)
-    bits = module.make_quantization(Checkpoint.open(plain).config, options)
+    bits = make_quantization(Checkpoint.open(plain).config, options)
     assert dataclasses.asdict(bits) == {
         "seed_bits": 2,
         "parent_bits": 4,
@@ -191,7 +192,7 @@ def test_an_interrupted_quantisation_goes_on(
 def test_an_interruption_after_the_layers_is_no_loss(
     step: str, plain: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, calls = getattr(module.CheckpointWriter, step), []
+    method, calls = getattr(quantizer.CheckpointWriter, step), []
 
     def interrupt(*arguments: Any, **options: Any) -> None:
         method(*arguments, **options)
@@ -200,11 +201,11 @@ def test_an_interruption_after_the_layers_is_no_loss(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.CheckpointWriter, step, interrupt)
+        patch.setattr(quantizer.CheckpointWriter, step, interrupt)
         with pytest.raises(KeyboardInterrupt):
             quantize(plain, tmp_path / "out", OPTIONS, progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(module._Quantizer, "_layer", None)  # there is nothing left to do
+        patch.setattr(quantizer.Quantizer, "_layer", None)  # there is nothing left to do
         quantize(plain, tmp_path / "out", OPTIONS, progress=False)
     assert contents(tmp_path / "out") == contents(done)
 
@@ -315,13 +316,13 @@ def test_other_settings_may_follow_where_nothing_depends_on_them(
         raise Stopped
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(module, "start_quantizing", stop)
+        patch.setattr(quantizer, "start_quantizing", stop)
         quantize(tmp_path / "hf", tmp_path / "out", first)
     work = tmp_path / ".out.quantizing"
     assert (work / "plain" / "moejax.json").is_file()
     made = (work / "plain" / "moejax.json").stat().st_mtime_ns
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(module, "start_quantizing", stop)
+        patch.setattr(quantizer, "start_quantizing", stop)
         quantize(tmp_path / "hf", tmp_path / "out", dataclasses.replace(first, keep_dense=True))
     assert (work / "plain" / "moejax.json").stat().st_mtime_ns == made
     assert json.loads((work / "job.json").read_text())["keep_dense"] is True

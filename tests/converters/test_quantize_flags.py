@@ -9,7 +9,7 @@ import pytest
 from moejax.errors import ConfigError
 from moejax_converters import quantize as module
 from moejax_converters.cli import main
-from moejax_converters.quantize import QuantizeOptions
+from moejax_converters.quantize_options import QuantizeOptions
 
 
 def test_every_flag_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from moejax.checkpoint import Checkpoint
 from moejax.errors import CapacityError, ConfigError
 from moejax.models.whole import forward, read_stacked
 from moejax_converters.convert import convert
-from moejax_converters.quantize import QuantizeOptions, quantize
+from moejax_converters.quantize import quantize
+from moejax_converters.quantize_options import QuantizeOptions
 from moejax_serving import LLM, SamplingParams
 from moejax_serving.config import EngineConfig
 from moejax_serving.load import _max_model_len, _plan
