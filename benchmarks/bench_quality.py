@@ -195,23 +195,28 @@ def fitting(stored: Stored, budget: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("plain", type=pathlib.Path)
-    parser.add_argument("quantised", type=pathlib.Path, nargs="*")
-    parser.add_argument("--data", type=pathlib.Path, required=True)
-    parser.add_argument("--name", help="of the model; left out: that of PLAIN")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    names = ("valid", "wikitext2", "lambada_openai", *MULTIPLE_CHOICE)
+    parser.add_argument("plain", type=pathlib.Path, help="folder of moejax-convert, width 16")
+    parser.add_argument("quantised", type=pathlib.Path, nargs="*", help="folders made of it")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="texts, and evals/*.jsonl")
+    parser.add_argument("--name", help="of the model in the results, else that of PLAIN")
     parser.add_argument("--limit", type=int, default=100, help="items of each task")
     parser.add_argument("--characters", type=int, default=200_000, help="of each text")
     parser.add_argument("--sequences", type=int, default=128, help="of the rivals' calibration")
-    parser.add_argument("--tasks", nargs="+", help="only these")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--commit")
+    parser.add_argument("--tasks", nargs="+", choices=names, default=names, help="only these")
+    parser.add_argument(
+        "--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="only these"
+    )
+    parser.add_argument("--commit", help="in the results, else that of this checkout")
     args = parser.parse_args()
 
     scored = [
         task
         for task in tasks(args.data, args.plain, args.limit, args.characters)
-        if args.tasks is None or task.name in args.tasks
+        if task.name in args.tasks
     ]
     calibration = calibration_sequences(
         args.data / "calibration.txt", args.plain, count=args.sequences, length=512

@@ -39,12 +39,14 @@ def perplexity(losses: list[list[float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=pathlib.Path)
-    parser.add_argument("text", type=pathlib.Path)
-    parser.add_argument("--characters", type=int, default=200_000)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--dtype", default="float32")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("model", type=pathlib.Path, help="a folder, as moejax-serve takes it")
+    parser.add_argument("text", type=pathlib.Path, help="a file in UTF-8")
+    parser.add_argument("--characters", type=int, default=200_000, help="of the text's beginning")
+    parser.add_argument("--window", type=int, default=512, help="tokens, each scored by itself")
+    parser.add_argument("--dtype", default="float32", help="of weights and activations")
     args = parser.parse_args()
 
     llm = LLM(args.model, dtype=args.dtype)

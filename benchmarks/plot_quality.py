@@ -5,6 +5,7 @@
 The plot needs matplotlib (`pip install ".[bench]"`).
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -116,7 +117,10 @@ def _is_default(row: Row) -> bool:
 
 def plot(rows: list[Row]) -> None:
     """One panel per model: loss above bf16, or divergence from it, over bits per weight."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit('plot_quality needs matplotlib: pip install ".[bench]"') from error
 
     matplotlib.use("svg")
     from matplotlib import pyplot
@@ -158,6 +162,7 @@ def plot(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     found = read()
     for of_metric in short_tables(found).values():
         print("\n".join(of_metric), end="\n\n")

@@ -5,6 +5,7 @@
 Everything in the dtype of the checkpoints, bfloat16. No weights are made.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Mapping
 
@@ -116,6 +117,7 @@ def waste_row(name: str, geometry: Geometry) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     configs = {name: published_config(name) for name in names()}
     print("| model | parameters, 1e9 | routed experts, GB | the rest, GB | KV, bytes per token |")
     print("|---|---|---|---|---|")

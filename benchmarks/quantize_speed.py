@@ -55,14 +55,16 @@ def write_random(folder: pathlib.Path, config: ModelConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--shape", default="Qwen1.5-MoE-A2.7B")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("folder", type=pathlib.Path, help="for the checkpoints; made if need be")
+    parser.add_argument("--shape", default="Qwen1.5-MoE-A2.7B", help="of benchmarks/published")
     parser.add_argument("--layers", type=int, help="only so many")
-    parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--sequences", type=int, default=128, help="of the calibration")
+    parser.add_argument("--length", type=int, default=512, help="of each, in tokens")
     parser.add_argument("--write-only", action="store_true", help="write the checkpoint, no more")
-    parser.add_argument("--commit")
+    parser.add_argument("--commit", help="in the results, else that of this checkout")
     args = parser.parse_args()
 
     config = random_config(args.shape)

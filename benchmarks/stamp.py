@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from moejax_serving.environment import prepare_environment
+from moejax.environment import prepare_environment
 
 # Before any device is asked for: without a GPU, jax's CUDA wheels would complain.
 prepare_environment(os.environ)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import moejax
+from moejax.environment import prepare_environment
 from moejax.errors import MoejaxError
 
 
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quantize is None:
         # Conversion is work for the host: no memory of an accelerator is taken.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    prepare_environment(os.environ)
     logging.basicConfig(format="moejax-convert: %(message)s")
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
@@ -60,14 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moejax-convert: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        what = (
-            "nothing was written"
-            if args.quantize is None
-            else "the same command goes on where it stopped"
-        )
+        what = "nothing was written"
+        if args.quantize is not None and _has_begun(args.target):
+            what = "the same command goes on where it stopped"
         print(f"moejax-convert: interrupted, {what}", file=sys.stderr)
         return 130
     return 0
+
+
+def _has_begun(target: str) -> bool:
+    """Whether a quantisation left something to go on with."""
+    from moejax_converters.quantize_job import folder_of
+
+    return folder_of(pathlib.Path(target)).exists()
 
 
 _QUANTIZE_FLAGS = (
@@ -124,7 +131,8 @@ def _add_quantize_flags(group: "argparse._ArgumentGroup") -> None:
         "--calibration-sequences",
         type=int,
         metavar="N",
-        help="parts of the calibration text (default: 128)",
+        help="parts of the calibration, each as long as --calibration-length: the text must be "
+        "long enough, a .npy must have this shape (default: 128)",
     )
     group.add_argument(
         "--calibration-length", type=int, metavar="N", help="tokens of each part (default: 512)"

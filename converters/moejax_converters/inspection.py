@@ -15,7 +15,6 @@ from moejax.config import (
     Mla,
     Mlp,
     MlpAndMoe,
-    ModelConfig,
     Quantization,
 )
 from moejax.models.fisher import LEAST_TOKENS
@@ -75,7 +74,7 @@ def table(folder: Path | str) -> str:
         layer, each = layers[first], _size(per_layer[first])
         lines.append(f"{span:<12}{_attention(layer):<26}{_feed_forward(layer):<26}{each:>12}")
     if quantization is not None:
-        lines += ["", *_widths(config, quantization), "", *_errors(checkpoint, quantization)]
+        lines += ["", *_widths(checkpoint, quantization), "", *_errors(checkpoint, quantization)]
     return "\n".join(lines)
 
 
@@ -114,8 +113,15 @@ def _add(
         sizes[kind, dtype] = sizes.get((kind, dtype), 0) + count * size
 
 
-def _widths(config: ModelConfig, quantization: Quantization) -> list[str]:
-    """What the experts weigh at each width: the planes and the tables that it reads."""
+def _widths(checkpoint: Checkpoint, quantization: Quantization) -> list[str]:
+    """What the experts weigh at each width: the planes and the tables that it reads.
+
+    A server gives whole pages to each run, and keeps the table of the next smaller width too.
+    """
+    config = checkpoint.config
+    names = checkpoint.linear_names()
+    coded = {name: checkpoint.linear_shape(name) for name in names}
+    served = geometry.choose_geometry(config, config.dtype, quantization, coded)
     shapes = geometry.linear_shapes(config, quantization)
     experts = len(config.moe_layers) * config.moe.router.num_experts
     weights = experts * sum(shape.parts * shape.rows * shape.columns for shape in shapes)
@@ -123,13 +129,19 @@ def _widths(config: ModelConfig, quantization: Quantization) -> list[str]:
     lines = [
         f"experts as nested codes: seed of {quantization.seed_bits} bits, parent of "
         f"{quantization.parent_bits}; rows per table: gate_up {gate_up}, down {down}",
-        f"{'width':<12}{'bytes':>12}{'bits per weight':>18}",
+        f"{'width':<12}{'bytes':>12}{'bits per weight':>18}{'served, in pages':>20}",
     ]
     for width in quantization.widths:
         size = experts * sum(
             geometry.width_bytes(shape, config.dtype, quantization, width) for shape in shapes
         )
-        lines.append(f"{width:<12}{_size(size):>12}{8 * size / weights:>18.2f}")
+        pages = experts * sum(runs.pages_at(width) for runs in served.expert_runs)
+        lines.append(
+            f"{width:<12}{_size(size):>12}{8 * size / weights:>18.2f}"
+            f"{_size(pages * served.page_bytes):>20}"
+        )
+    if names:
+        lines.append("other linears as nested codes: " + ", ".join(names))
     return lines
 
 

@@ -47,11 +47,16 @@ class Quantizer:
 
     def run(self) -> None:
         """All layers that are not done, then all that is not a layer."""
-        layers = range(len(self._config.layers))
-        todo = [n for n in layers if self._wanted(n) and self._job.kept(f"layer{n}") is None]
-        count = len(todo) * self._config.moe.router.num_experts
+        layers = [n for n in range(len(self._config.layers)) if self._wanted(n)]
+        todo = [n for n in layers if self._job.kept(f"layer{n}") is None]
+        experts = self._config.moe.router.num_experts
+        of_moe = self._config.moe_layers
         with tqdm.tqdm(
-            total=count, desc="quantising", unit="expert", disable=None if self._progress else True
+            total=experts * len(of_moe),
+            initial=experts * sum(n in of_moe and n not in todo for n in layers),
+            desc="quantising",
+            unit="expert",
+            disable=None if self._progress else True,
         ) as bar:
             for fisher in self._fishers(todo):
                 self._layer(fisher, bar)

@@ -104,7 +104,10 @@ def _read_items(
 ) -> Shaped[np.ndarray, "..."]:
     count = math.prod(shape)
     try:
-        data = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + first * dtype.itemsize)
+        # A text, since numpy loses an interruption that comes while it asks a Path for its text.
+        data = np.fromfile(
+            str(tensor.path), dtype, count, offset=tensor.offset + first * dtype.itemsize
+        )
     except OSError as error:
         raise CheckpointError(
             f"tensor '{tensor.name}' in {tensor.path}: {error.strerror}"

@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from moejax_serving.environment import prepare_environment
+from moejax.environment import prepare_environment
 
 if TYPE_CHECKING:
     from moejax_serving.config import EngineConfig as EngineConfig

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import moejax
+from moejax.environment import prepare_environment
 from moejax.errors import ConfigError, MoejaxError
 from moejax_serving.config import EngineConfig
-from moejax_serving.environment import prepare_environment
-from moejax_serving.sizes import parse_size
+from moejax_serving.sizes import parse_size, parse_width
 
 if TYPE_CHECKING:
     from moejax_serving.async_engine import AsyncEngine
@@ -147,28 +147,31 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "expert_bits",
-        "width of the experts of a quantised model: auto (the widest that is stored and fits into "
-        "--memory-budget, 16 too where it is stored), 2 to 8, 16 (as they were, where the model "
-        "was quantised with --keep-dense), or a file of widths (see serving/README.md)",
+        "width of the experts of a quantised model: auto (the widest that is stored, 16 too, with "
+        "which a sequence of --max-model-len, or of the model's length up to 8192 tokens, fits "
+        "into --memory-budget), 2 to 8, 16 (as they were, where the model was quantised with "
+        "--keep-dense), or a file of widths (see serving/README.md)",
         type=_width_or_file,
         metavar="auto|BITS|FILE",
     )
     add(
         "linear_bits",
-        "width of attention and shared experts, where they are quantised: one that is stored; "
-        "auto: the widest of these",
+        "width of attention and shared experts, where they are quantised: one that is stored, 2 to "
+        "8, or 16 as they were; auto: the widest of these",
         type=_width,
         metavar="auto|BITS",
     )
     add(
         "planner",
-        "static: choose the width of each expert by what it costs in accuracy, within "
-        "--expert-memory; none: as --expert-bits says",
+        "static: choose the widths of gate_up and of down of each expert by what they cost in "
+        "accuracy, within --expert-memory, 16 among them where it is stored; none: as "
+        "--expert-bits says",
         choices=("none", "static"),
     )
     add(
         "expert_memory",
-        "memory for the pages of experts, such as 10GB, with --planner static",
+        "memory for the experts, such as 10GB; needed with --planner static, and only with it. "
+        "Whole pages count, as moejax-convert --inspect shows them",
         type=_size,
         metavar="SIZE",
     )
@@ -270,8 +273,10 @@ def _size(text: str) -> int:
 
 
 def _width_or_file(text: str) -> str | int:
-    """A number is a width; anything else the name of a file, or auto."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 3 else text
+    try:
+        return parse_width(text)
+    except MoejaxError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _width(text: str) -> str | int:

@@ -22,7 +22,7 @@ from moejax_serving.sampling_params import (
     show,
 )
 from moejax_serving.shield import Shield
-from moejax_serving.sizes import parse_size
+from moejax_serving.sizes import parse_size, parse_width
 from moejax_serving.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -65,8 +65,8 @@ class LLM:
         memory_budget: device memory for everything, in bytes or as "10GB", "512MiB".
         skip_tokenizer_init: take and give token ids only.
         options: further fields of `EngineConfig`, such as max_model_len, max_num_seqs, seed;
-            expert_bits (a width, or the path of a file of widths), expert_memory (as
-            memory_budget).
+            expert_bits ("auto", a width, or the path of a file of widths), linear_bits ("auto" or
+            a width), planner ("none" or "static") with expert_memory (as memory_budget).
 
     Raises:
         MoejaxError: with one line that says what is wrong with the model, a setting or the memory.
@@ -92,6 +92,9 @@ class LLM:
                 options[name] = parse_size(options[name])
         if isinstance(options.get("expert_bits"), os.PathLike):
             options["expert_bits"] = os.fspath(options["expert_bits"])
+        for name in ("expert_bits", "linear_bits"):
+            if isinstance(value := options.get(name), str):
+                options[name] = parse_width(value)
         config = EngineConfig(
             dtype=dtype,
             skip_tokenizer_init=skip_tokenizer_init,

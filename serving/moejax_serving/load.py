@@ -105,8 +105,10 @@ def build_engine(
         config,
         lambda widths: _plan(parts, geometry, config, longest, widths.pages(geometry)),
     )
+    if max_model_len < longest:
+        logger.info("max_model_len is %d of the model's %d: what fits", max_model_len, longest)
     if checkpoint.quantization is not None:
-        logger.info("widths of experts and other linears: %s", widths.summary())
+        logger.info("widths, and how many linears have them: %s", widths.summary())
     for line in plan.lines():
         logger.info(line)
     metrics.set_memory(plan.kinds)
@@ -270,7 +272,6 @@ def _plan(
         range(1, ceil_div(max_model_len, step) + 1), True, key=lambda n: not fits(n * step)
     )
     longest = blocks * step
-    logger.info("max_model_len is %d of the model's %d: what fits", longest, max_model_len)
     return plan(longest), longest
 
 

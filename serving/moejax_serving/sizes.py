@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Sizes of memory, and widths, as people write them."""
 
 import re
 import reprlib
@@ -36,3 +36,12 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ConfigError(f"{text!r} must be at least one byte")
     return size
+
+
+def parse_width(text: str) -> str | int:
+    """A number is a width; anything else is given back: auto, or the name of a file."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}(\.[0-9]*)?", text, re.ASCII):
+        return text
+    if not text.isdigit():
+        raise ConfigError(f"{text} is not a width: 2 to 8, or 16")
+    return int(text)

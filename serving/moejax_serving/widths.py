@@ -1,5 +1,6 @@
 """Which widths an engine gives its linears."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,45 +13,71 @@ from moejax.errors import CapacityError, CheckpointError, ConfigError
 from moejax_serving.config import EngineConfig
 from moejax_serving.static_plan import static_widths
 
+logger = logging.getLogger(__name__)
 
-def choose_widths[Plan](
+AUTO_TOKENS = 8192
+"""expert_bits auto gives up bits before a sequence of so many tokens no longer fits."""
+
+
+def choose_widths[Memory](
     checkpoint: Checkpoint,
     geometry: Geometry,
     config: EngineConfig,
-    plan: Callable[[Widths], Plan],
-) -> tuple[Widths, Plan]:
-    """The widths that the settings ask for, and the memory plan with them.
+    plan: Callable[[Widths], tuple[Memory, int]],
+) -> tuple[Widths, tuple[Memory, int]]:
+    """The widths that the settings ask for, and the memory plan and max_model_len with them.
 
     `plan` raises CapacityError where they do not fit. With expert_bits auto the widest uniform
-    width that fits is taken.
+    width is taken with which a sequence fits: of max_model_len tokens where that is set, else of as
+    many as the model allows, but no more than AUTO_TOKENS.
     """
+
+    def planned(widths: Widths) -> tuple[Widths, tuple[Memory, int]]:
+        try:
+            return widths, plan(widths)
+        except CapacityError as error:
+            if checkpoint.quantization is None:
+                raise
+            raise CapacityError(f"{error} (widths: {widths.summary()})") from error
+
     others = _linear_width(geometry, config)
     if config.planner == "static":
         if checkpoint.quantization is None or config.expert_memory is None:
             raise ConfigError(
                 "planner static needs a quantised model: moejax-convert --quantize any-precision"
             )
-        widths = static_widths(checkpoint.sensitivity(), geometry, config.expert_memory, others)
-        return widths, plan(widths)
+        return planned(
+            static_widths(checkpoint.sensitivity(), geometry, config.expert_memory, others)
+        )
     if isinstance(config.expert_bits, int):
         check_width(geometry, config.expert_bits, "expert_bits")
-        widths = uniform(geometry, config.expert_bits, others)
-        return widths, plan(widths)
+        return planned(uniform(geometry, config.expert_bits, others))
     if config.expert_bits != "auto":
         widths = _from_file(Path(config.expert_bits), geometry)
         if config.linear_bits != "auto" and np.any(widths.linears != others):
             raise ConfigError(
                 f"linear_bits {others} and {config.expert_bits} say different things: leave it out"
             )
-        return widths, plan(widths)
-    *narrow, widest = (uniform(geometry, width, others) for width in geometry.widths)
-    for widths in (widest, *reversed(narrow[1:])):
+        return planned(widths)
+    wanted = min(checkpoint.config.max_position_embeddings, AUTO_TOKENS)
+    for width in reversed(geometry.widths[1:]):
         try:
-            return widths, plan(widths)
+            widths, found = planned(uniform(geometry, width, others))
         except CapacityError:
             continue
-    least = narrow[0] if narrow else widest
-    return least, plan(least)
+        if config.max_model_len is not None or found[1] >= wanted:
+            _log_fall(geometry, width)
+            return widths, found
+    least = planned(uniform(geometry, geometry.widths[0], others))
+    _log_fall(geometry, geometry.widths[0])
+    return least
+
+
+def _log_fall(geometry: Geometry, width: int) -> None:
+    """Says what expert_bits auto chose, if it is not the widest."""
+    if width != geometry.widths[-1]:
+        wider = ", ".join(str(w) for w in geometry.widths if w > width)
+        logger.info("expert_bits auto: %d bits, since %s do not fit", width, wider)
 
 
 def _linear_width(geometry: Geometry, config: EngineConfig) -> int:

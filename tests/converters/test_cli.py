@@ -11,6 +11,7 @@ import pytest
 
 import moejax
 from converters import checkpoints
+from moejax_converters import cli
 from moejax_converters import convert as convert_module
 from moejax_converters.cli import main
 
@@ -39,6 +40,27 @@ def test_an_interrupt_says_that_nothing_was_written(tmp_path, capsys, monkeypatc
     assert main([str(tmp_path / "hf"), str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "moejax-convert: interrupted, nothing was written\n"
     assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_an_interrupt_before_there_is_anything_to_go_on_with_says_so(tmp_path, capsys, monkeypatch):
+    checkpoints.write(tmp_path / "hf")
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_module, "_put_expert", interrupt)
+    flags = ["--quantize", "any-precision", "--calibration", "none"]
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out"), *flags]) == 130
+    assert capsys.readouterr().err == "moejax-convert: interrupted, nothing was written\n"
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--quantize", "any-precision", "--calibration", "none"]])
+def test_where_there_is_no_gpu_jax_is_told_to_look_for_none(flags, tmp_path, monkeypatch):
+    seen: list[object] = []
+    monkeypatch.setattr(cli, "prepare_environment", seen.append)
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "out"), *flags]) == 1
+    assert seen == [os.environ]
 
 
 def test_inspect_shows_kinds_and_layers(tmp_path, capsys):

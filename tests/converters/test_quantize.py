@@ -254,8 +254,13 @@ def test_an_interrupt_says_that_the_work_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    keep, calls = Job.keep, []
+
     def interrupt(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        keep(*arguments, **options)
 
     monkeypatch.setattr(Job, "keep", interrupt)
     flags = ["--quantize", "any-precision", "--calibration", "none"]
@@ -411,15 +416,24 @@ def test_inspect_shows_what_each_width_weighs_and_costs(done: Path) -> None:
         "experts as nested codes: seed of 3 bits, parent of 6; rows per table: gate_up 64, down 64"
     )
     weights = 8 * 3 * 24 * 32
-    assert text[at + 1] == f"{'width':<12}{'bytes':>12}{'bits per weight':>18}"
+    header = f"{'width':<12}{'bytes':>12}{'bits per weight':>18}{'served, in pages':>20}"
+    assert text[at + 1] == header
     for line, width in zip(text[at + 2 :], (3, 4, 5, 6), strict=False):
         size = 8 * (192 * 16 * width + 2 * 1024)
         shown_size = f"{size / 1e3:.2f} kB"
-        assert line == f"{width:<12}{shown_size:>12}{8 * size / weights:>18.2f}"
-    assert text[at + 6].split()[0] == "16" and text[at + 7] == ""
-    assert text[at + 8] == "relative error of experts by width, not calibrated: all weights alike"
-    assert text[at + 9] == f"{'layer':<12}{3:>10}{4:>10}{5:>10}{6:>10}"
-    for line, number in zip(text[at + 10 :], (0, 1), strict=True):
+        # Pages of 16 KiB: each plane and table is smaller than one. The seed has no table below.
+        pages = 16 * (width + (1 if width == 3 else 2))
+        served = (
+            f"{pages * 16384 / 1e6:.2f} MB"
+            if pages * 16384 >= 1e6
+            else f"{pages * 16384 / 1e3:.2f} kB"
+        )
+        assert line == f"{width:<12}{shown_size:>12}{8 * size / weights:>18.2f}{served:>20}"
+    assert text[at + 6].split()[0] == "16" and text[at + 8] == ""
+    assert text[at + 7].startswith("other linears as nested codes: segments.0.0.attention.")
+    assert text[at + 9] == "relative error of experts by width, not calibrated: all weights alike"
+    assert text[at + 10] == f"{'layer':<12}{3:>10}{4:>10}{5:>10}{6:>10}"
+    for line, number in zip(text[at + 11 :], (0, 1), strict=True):
         errors = np.sqrt(costs.experts[number].sum(axis=(0, 1)) / costs.expert_norms[number].sum())
         values = "".join(f"{error:>10.5f}" for error in errors)
         assert line == f"{MOE_LAYERS[number]:<12}{values}"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from moejax.errors import ConfigError
-from moejax_serving.sizes import parse_size
+from moejax_serving.sizes import parse_size, parse_width
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,16 @@ def test_nothing_is_no_size(text: str) -> None:
 @given(st.integers(1, 10**6), st.integers(0, 999))
 def test_decimals_are_exact(whole: int, thousandths: int) -> None:
     assert parse_size(f"{whole}.{thousandths:03}GB") == whole * 10**9 + thousandths * 10**6
+
+
+@pytest.mark.parametrize(
+    ("text", "width"), [("4", 4), ("16", 16), ("auto", "auto"), ("4 bits.json", "4 bits.json")]
+)
+def test_a_number_is_a_width(text: str, width: int | str) -> None:
+    assert parse_width(text) == width
+
+
+@pytest.mark.parametrize("text", ["-3", "4.5", "+4", "4."])
+def test_a_number_that_is_no_width_is_no_file_either(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a width: 2 to 8, or 16$"):
+        parse_width(text)

@@ -60,20 +60,22 @@ def geometry_of(checkpoint: Checkpoint) -> Geometry:
     return choose_geometry(checkpoint.config, "float32", checkpoint.quantization, shapes)
 
 
-def fits(geometry: Geometry, pages: int) -> Callable[[Widths], int]:
-    """A plan of so many pages of weights, which gives their number."""
+def fits(
+    geometry: Geometry, pages: int, tokens_per_page: int = 1 << 20
+) -> Callable[[Widths], tuple[int, int]]:
+    """A plan of so many pages, which gives those of weights, and the tokens that the rest holds."""
 
-    def plan(widths: Widths) -> int:
+    def plan(widths: Widths) -> tuple[int, int]:
         if (found := widths.pages(geometry)) > pages:
             raise CapacityError(f"{found} pages, there are {pages}")
-        return found
+        return found, (pages - found + 1) * tokens_per_page
 
     return plan
 
 
 def chosen(checkpoint: Checkpoint, pages: int = 10**9, **settings: Any) -> Widths:
     geometry = geometry_of(checkpoint)
-    widths, found = choose_widths(
+    widths, (found, _) = choose_widths(
         checkpoint, geometry, EngineConfig(**settings), fits(geometry, pages)
     )
     assert found == widths.pages(geometry)
@@ -97,8 +99,36 @@ def test_auto_takes_the_widest_that_fits(checkpoint: Checkpoint) -> None:
         if width > 3:
             assert all_of(chosen(checkpoint, pages - 1)) != ({width}, {16})
     least = uniform(geometry, 3, 16).pages(geometry)
-    with pytest.raises(CapacityError, match=f"^{least} pages, there are {least - 1}$"):
+    shown = uniform(geometry, 3, 16).summary()
+    with pytest.raises(
+        CapacityError, match=f"^{least} pages, there are {least - 1} \\(widths: {shown}\\)$"
+    ):
         chosen(checkpoint, least - 1)
+
+
+def test_auto_gives_up_bits_before_the_length_of_sequences(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    geometry = geometry_of(checkpoint)
+    pages = {width: uniform(geometry, width, 16).pages(geometry) for width in geometry.widths}
+
+    def choose(room: int, **settings: Any) -> set[int]:
+        """With 8 tokens per page; the model has 1024 positions."""
+        caplog.clear()
+        plan = fits(geometry, room, 8)
+        with caplog.at_level("INFO"):
+            widths, _ = choose_widths(checkpoint, geometry, EngineConfig(**settings), plan)
+        return all_of(widths)[0]
+
+    for width, needed in pages.items():
+        assert choose(needed + 127) == {width}
+        wider = ", ".join(str(w) for w in geometry.widths if w > width)
+        wanted = [f"expert_bits auto: {width} bits, since {wider} do not fit"] if wider else []
+        assert caplog.messages == wanted
+    # Where no width leaves room for all of them, the least is taken.
+    assert choose(pages[3] + 5) == {3}
+    # Who says how long sequences are gets the widest with which these fit.
+    assert choose(pages[5] + 5, max_model_len=8) == {5}
 
 
 def test_auto_falls_to_narrower_experts_where_the_budget_is_small(checkpoint: Checkpoint) -> None:

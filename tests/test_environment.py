@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from moejax_serving.environment import prepare_environment
+from moejax.environment import prepare_environment
 
 
 @pytest.fixture
