@@ -126,8 +126,10 @@ def plot(rows: list[Row]) -> None:
     from matplotlib import pyplot
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(5.5 * len(models), 4.2))
-    for panel, model in zip(panels, models, strict=True):
+    figure, grid = pyplot.subplots(-(-len(models) // 3), 3, figsize=(16.5, 8.4), squeeze=False)
+    for panel in grid.flat[len(models) :]:
+        panel.set_axis_off()
+    for panel, model in zip(grid.flat, models, strict=False):
         curves: dict[str, list[Row]] = {}
         for row in rows:
             if row["model"] == model and row["scheme"] != "dense":

@@ -106,7 +106,7 @@ def test_every_flag_arrives(called: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("auto", "auto"), ("4", 4), ("16", 16), ("w.json", "w.json"), ("999", "999")],
+    [("auto", "auto"), ("4", 4), ("16", 16), ("w.json", "w.json"), ("999.json", "999.json")],
 )
 def test_the_width_of_experts_is_a_number_or_a_file(called: Any, text: str, value: Any) -> None:
     _, config = called("folder", "--expert-bits", text)
@@ -133,6 +133,8 @@ def test_underscores_are_dashes(called: Any) -> None:
         (["--shutdown-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
         (["--planner", "dynamic"], "invalid choice: 'dynamic'"),
+        (["--expert-bits", "4.5"], "4.5 is not a width: 2 to 8, or 16"),
+        (["--expert-bits", "-3"], "-3 is not a width: 2 to 8, or 16"),
         (["--linear-bits", "w.json"], "'w.json' is not a width: auto, 2 to 8, or 16"),
         (["--expert-memory", "3G"], "'3G' is not a size"),
         (["--max-num", "3"], "unrecognized arguments: --max-num"),
