@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import moejax
 from moejax.environment import prepare_environment
 from moejax.errors import MoejaxError
+from moejax_converters import staging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,19 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moejax-convert: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        what = "nothing was written"
-        if args.quantize is not None and _has_begun(args.target):
-            what = "the same command goes on where it stopped"
-        print(f"moejax-convert: interrupted, {what}", file=sys.stderr)
+        print(f"moejax-convert: interrupted, {_left_behind(args)}", file=sys.stderr)
         return 130
     return 0
 
 
-def _has_begun(target: str) -> bool:
-    """Whether a quantisation left something to go on with."""
-    from moejax_converters.quantize_job import folder_of
-
-    return folder_of(pathlib.Path(target)).exists()
+def _left_behind(args: argparse.Namespace) -> str:
+    """What there is after an interruption."""
+    if args.target is None:
+        return "nothing was written"
+    target = pathlib.Path(args.target)
+    if target.exists():
+        return f"{target} is there"
+    folder = staging.work_folder(target)
+    if args.quantize is not None and folder.exists():
+        return f"{folder} keeps what is done: the same command goes on with it"
+    return "nothing was written"
 
 
 _QUANTIZE_FLAGS = (

@@ -66,11 +66,6 @@ class Job:
             return None  # damaged: what it says is found out again
 
 
-def folder_of(target: Path) -> Path:
-    """The work folder of a target, which exists where an earlier try left something."""
-    return target.parent / f".{target.name}.quantizing"
-
-
 @contextlib.contextmanager
 def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
     """Gives the work folder of a target: a new one, or that of an earlier try with these settings.
@@ -85,7 +80,7 @@ def work_on(target: Path, settings: dict[str, Any]) -> Iterator[Job]:
     staging.check_name(target)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: it is not overwritten")
-    folder = folder_of(target)
+    folder = staging.work_folder(target)
     lock, is_ours = None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)

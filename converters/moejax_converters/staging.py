@@ -18,6 +18,11 @@ _GRACE_SECONDS = 60
 _MAX_NAME_BYTES = 255 - len("..partial-") - 32
 
 
+def work_folder(target: Path) -> Path:
+    """Where a quantisation is at work, and where an earlier try left what it had done."""
+    return target.parent / f".{target.name}.quantizing"
+
+
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Gives a new folder beside `target`, and renames it to that if the body succeeds.

@@ -20,7 +20,11 @@ def read(path: Path) -> Any:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise CheckpointError(f"{path}: {size} bytes are too many for a file of JSON")
-        text = path.read_bytes()
+        # Devices have no size, and no end.
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise CheckpointError(f"{path}: too long for a file of JSON")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name, or a name that is not UTF-8

@@ -90,11 +90,11 @@ class LLM:
         for name in ("memory_budget", "expert_memory"):
             if isinstance(options.get(name), str):
                 options[name] = parse_size(options[name])
-        if isinstance(options.get("expert_bits"), os.PathLike):
-            options["expert_bits"] = os.fspath(options["expert_bits"])
         for name in ("expert_bits", "linear_bits"):
             if isinstance(value := options.get(name), str):
                 options[name] = parse_width(value)
+        if isinstance(options.get("expert_bits"), os.PathLike):
+            options["expert_bits"] = os.fspath(options["expert_bits"])
         config = EngineConfig(
             dtype=dtype,
             skip_tokenizer_init=skip_tokenizer_init,

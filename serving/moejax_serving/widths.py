@@ -59,25 +59,30 @@ def choose_widths[Memory](
                 f"linear_bits {others} and {config.expert_bits} say different things: leave it out"
             )
         return planned(widths)
-    wanted = min(checkpoint.config.max_position_embeddings, AUTO_TOKENS)
-    for width in reversed(geometry.widths[1:]):
+    most = min(checkpoint.config.max_position_embeddings, AUTO_TOKENS)
+    wanted = config.max_model_len or most
+    shorter, refused = [], []
+    for width in reversed(geometry.widths):
+        widths = uniform(geometry, width, others)
         try:
-            widths, found = planned(uniform(geometry, width, others))
-        except CapacityError:
+            found = planned(widths)
+        except CapacityError as error:
+            refused.append((widths.pages(geometry), error))
             continue
-        if config.max_model_len is not None or found[1] >= wanted:
-            _log_fall(geometry, width)
-            return widths, found
-    least = planned(uniform(geometry, geometry.widths[0], others))
-    _log_fall(geometry, geometry.widths[0])
-    return least
-
-
-def _log_fall(geometry: Geometry, width: int) -> None:
-    """Says what expert_bits auto chose, if it is not the widest."""
-    if width != geometry.widths[-1]:
-        wider = ", ".join(str(w) for w in geometry.widths if w > width)
-        logger.info("expert_bits auto: %d bits, since %s do not fit", width, wider)
+        if found[1][1] >= wanted:
+            if width != geometry.widths[-1]:
+                reason = f"the wider ones leave no room for a sequence of {wanted} tokens"
+                logger.info("expert_bits auto: %d bits, since %s", width, reason)
+            return found
+        shorter.append((width, found))
+    if not shorter:
+        raise min(refused, key=lambda pair: pair[0])[1]
+    # The first of the best: of widths that leave as much room, the widest.
+    width, found = max(shorter, key=lambda pair: pair[1][1][1])
+    if len(geometry.widths) > 1:
+        reason = f"no width leaves room for a sequence of {wanted} tokens, and this leaves most"
+        logger.info("expert_bits auto: %d bits, since %s", width, reason)
+    return found
 
 
 def _linear_width(geometry: Geometry, config: EngineConfig) -> int:
@@ -99,6 +104,7 @@ def _from_file(path: Path, geometry: Geometry) -> Widths:
         data = strict_json.read(path)
     except CheckpointError as error:
         raise ConfigError(
-            f"expert_bits is neither auto, a width, nor a file of widths: {error}"
+            "expert_bits is neither auto, a width, nor a file of widths: "
+            + str(error).replace("\n", "\\n")
         ) from error
     return widths_from_json(data, geometry, str(path))

@@ -17,7 +17,7 @@ import pytest
 
 import references
 from arena.coded import widths_to_json
-from moejax.arena.geometry import Geometry, choose_geometry
+from moejax.arena.geometry import Geometry, LinearShape, choose_geometry
 from moejax.arena.widths import Widths, uniform
 from moejax.checkpoint import Checkpoint
 from moejax.errors import CapacityError, ConfigError
@@ -122,13 +122,31 @@ def test_auto_gives_up_bits_before_the_length_of_sequences(
 
     for width, needed in pages.items():
         assert choose(needed + 127) == {width}
-        wider = ", ".join(str(w) for w in geometry.widths if w > width)
-        wanted = [f"expert_bits auto: {width} bits, since {wider} do not fit"] if wider else []
-        assert caplog.messages == wanted
-    # Where no width leaves room for all of them, the least is taken.
+        why = "since the wider ones leave no room for a sequence of 1024 tokens"
+        assert caplog.messages == ([f"expert_bits auto: {width} bits, {why}"] * (width != 16))
+    # Where no width leaves room for all of them, that which leaves most is taken.
     assert choose(pages[3] + 5) == {3}
+    why = "since no width leaves room for a sequence of 1024 tokens, and this leaves most"
+    assert caplog.messages == [f"expert_bits auto: 3 bits, {why}"]
     # Who says how long sequences are gets the widest with which these fit.
     assert choose(pages[5] + 5, max_model_len=8) == {5}
+
+
+def test_of_small_experts_width_16_may_take_the_fewest_pages(checkpoint: Checkpoint) -> None:
+    small = LinearShape(parts=1, rows=64, columns=64)
+    geometry = dataclasses.replace(
+        geometry_of(checkpoint), gate_up=dataclasses.replace(small, parts=2), down=small
+    )
+    pages = {width: uniform(geometry, width, 16).pages(geometry) for width in geometry.widths}
+    assert min(pages, key=pages.__getitem__) == 16
+
+    def choose(room: int) -> Widths:
+        plan = fits(geometry, room, 8)
+        return choose_widths(checkpoint, geometry, EngineConfig(), plan)[0]
+
+    assert all_of(choose(pages[3])) == all_of(choose(pages[16])) == ({16}, {16})
+    with pytest.raises(CapacityError, match=f"^{pages[16]} pages, .* \\(widths: 16 bits: "):
+        choose(pages[16] - 1)
 
 
 def test_auto_falls_to_narrower_experts_where_the_budget_is_small(checkpoint: Checkpoint) -> None:
