@@ -1,11 +1,14 @@
 """moejax-convert: converts a Hugging Face folder, or shows what a converted one is made of."""
 
+import _thread
 import argparse
+import contextlib
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import moejax
 from moejax.environment import prepare_environment
@@ -58,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="moejax-convert: %(message)s")
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
-        _run(args)
+        with _no_interruption_lost():
+            _run(args)
     except MoejaxError as error:
         print(f"moejax-convert: {error}", file=sys.stderr)
         return 1
@@ -66,6 +70,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moejax-convert: interrupted, {_left_behind(args)}", file=sys.stderr)
         return 130
     return 0
+
+
+@contextlib.contextmanager
+def _no_interruption_lost() -> Iterator[None]:
+    """Ctrl-C comes again where Python could not raise it: in jax's callback of the collector."""
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            # Not from here, where it would be lost again.
+            threading.Timer(0.05, _thread.interrupt_main).start()
+        else:
+            before(lost)
+
+    before, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _left_behind(args: argparse.Namespace) -> str:

@@ -42,6 +42,23 @@ def test_an_interrupt_says_that_nothing_was_written(tmp_path, capsys, monkeypatc
     assert os.listdir(tmp_path) == ["hf"]
 
 
+def test_an_interrupt_that_python_cannot_raise_comes_again(tmp_path, capsys, monkeypatch):
+    checkpoints.write(tmp_path / "hf")
+
+    class Collected:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def work(*args: object) -> None:
+        Collected()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(convert_module, "_put_expert", work)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "moejax-convert: interrupted, nothing was written\n"
+
+
 def test_an_interrupt_before_there_is_anything_to_go_on_with_says_so(tmp_path, capsys, monkeypatch):
     checkpoints.write(tmp_path / "hf")
 
