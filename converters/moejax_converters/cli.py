@@ -99,7 +99,7 @@ def _left_behind(args: argparse.Namespace) -> str:
         return f"{target} is there"
     folder = staging.work_folder(target)
     if args.quantize is not None and folder.exists():
-        return f"{folder} keeps what is done: the same command goes on with it"
+        return f"{folder} keeps what is done: the command that began it goes on"
     return "nothing was written"
 
 

@@ -29,7 +29,8 @@ def choose_widths[Memory](
 
     `plan` raises CapacityError where they do not fit. With expert_bits auto the widest uniform
     width is taken with which a sequence fits: of max_model_len tokens where that is set, else of as
-    many as the model allows, but no more than AUTO_TOKENS.
+    many as the model allows, but no more than AUTO_TOKENS. If there is none, that
+    which leaves most room.
     """
 
     def planned(widths: Widths) -> tuple[Widths, tuple[Memory, int]]:

@@ -265,7 +265,7 @@ def test_an_interrupt_says_that_the_work_goes_on(
     monkeypatch.setattr(Job, "keep", interrupt)
     flags = ["--quantize", "any-precision", "--calibration", "none"]
     assert main([str(plain), str(tmp_path / "out"), *flags]) == 130
-    message = f"{tmp_path}/.out.quantizing keeps what is done: the same command goes on with it"
+    message = f"{tmp_path}/.out.quantizing keeps what is done: the command that began it goes on"
     assert capsys.readouterr().err == f"moejax-convert: interrupted, {message}\n"
 
 
