@@ -8,6 +8,7 @@ given to that compilation alone (see aot.py).
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # An example that compiles takes seconds, the next one of that shape none.
 hypothesis.settings.register_profile("moejax", deadline=None)
 hypothesis.settings.load_profile("moejax")
+
+
+def pytest_configure() -> None:
+    # Workers of pytest-xdist ignore interrupts, and so would the processes that tests start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
