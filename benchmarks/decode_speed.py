@@ -23,6 +23,7 @@ from published_sizes import step_bytes
 from random_model import MAX_POSITIONS, RandomCheckpoint, random_config, with_layers
 from stamp import record, stamp
 
+from moejax.config import DENSE_WIDTH, ModelConfig, Quantization
 from moejax.errors import ConfigError
 from moejax_serving import EngineConfig, SamplingParams
 from moejax_serving.compiles import num_compiles
@@ -94,8 +95,8 @@ def measure(engine: Engine, batch: int, prompt: int, output: int) -> dict[str, A
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which engine is measured, and with which sequences."""
     parser.add_argument(
         "--shape",
         default="Qwen1.5-MoE-A2.7B",
@@ -108,26 +109,48 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each (default: 256)")
     parser.add_argument("--output", type=int, default=64, help="new tokens of each (default: 64)")
     parser.add_argument(
+        "--bits",
+        type=int,
+        default=DENSE_WIDTH,
+        help="width of the experts: 16, or 3 to 6, stored with tables for each row (default: 16)",
+    )
+    parser.add_argument("--kernel", default="auto", help="as of moejax-serve (default: auto)")
+    parser.add_argument(
         "--memory-budget", type=parse_size, help="such as 60GB; default: the server's"
     )
+    parser.add_argument(
+        "--lazy", action="store_true", help="compile only the programs that are measured"
+    )
     parser.add_argument("--commit", help="of the code, where git cannot tell")
-    args = parser.parse_args()
 
+
+def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ModelConfig:
+    """The published size that the arguments name."""
     try:
-        shape = published_name(args.shape)
-        config = random_config(shape, max(MAX_POSITIONS, args.prompt + args.output))
-        if args.layers:
-            config = with_layers(config, args.layers)
+        config = random_config(
+            published_name(args.shape), max(MAX_POSITIONS, args.prompt + args.output)
+        )
+        return with_layers(config, args.layers) if args.layers else config
     except ConfigError as error:
         parser.error(str(error))
-    checkpoint: Any = RandomCheckpoint(config)
-    start, compiles = time.perf_counter(), num_compiles()
+
+
+def make_engine(config: ModelConfig, args: argparse.Namespace) -> Engine:
+    """An engine of a published size with random weights."""
+    quantization = None
+    if args.bits != DENSE_WIDTH:
+        quantization = Quantization(seed_bits=3, parent_bits=max(4, args.bits))
+    checkpoint: Any = RandomCheckpoint(config, quantization)
+    shape = published_name(args.shape)
     engine = build_engine(
         checkpoint,
         EngineConfig(
             max_num_seqs=max(args.batch),
             max_model_len=args.prompt + args.output,
             memory_budget=args.memory_budget,
+            expert_bits=args.bits,
+            kernel=args.kernel,
+            warm_up=not args.lazy,
             enable_prefix_caching=False,
         ),
         name=shape,
@@ -135,24 +158,37 @@ def main() -> None:
         metrics=Metrics(shape),
         progress=True,
     )
-    startup = time.perf_counter() - start
     for line in engine.memory.lines():
         print(line)
+    return engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_arguments(parser)
+    args = parser.parse_args()
+
+    config = make_config(parser, args)
+    start, compiles = time.perf_counter(), num_compiles()
+    engine = make_engine(config, args)
+    startup = time.perf_counter() - start
     programs = num_compiles() - compiles
     bandwidth = copy_bandwidth(1 << 31 if jax.default_backend() == "gpu" else 1 << 28)
     compiles = num_compiles()
     for batch in args.batch:
         measure(engine, batch, args.prompt, args.output)  # the first run is slower
         found = measure(engine, batch, args.prompt, args.output)
-        sizes = step_bytes(config, batch, args.prompt + args.output // 2)
+        sizes = step_bytes(config, batch, args.prompt + args.output // 2, args.bits)
         bound = sum(sizes.values()) / bandwidth
         record(
             "decode_speed",
             {
                 **stamp(args.commit),
-                "shape": shape,
+                "shape": published_name(args.shape),
                 "layers": len(config.layers),
                 "dtype": config.dtype,
+                "bits": args.bits,
+                "kernel": args.kernel,
                 "batch": batch,
                 "prompt": args.prompt,
                 "output": args.output,

@@ -13,9 +13,16 @@ import numpy as np
 from published import names, published_config
 
 from moejax.arena.format import DTYPES
-from moejax.arena.geometry import Geometry, choose_geometry, kv_kinds, waste_by_use
+from moejax.arena.geometry import (
+    Geometry,
+    choose_geometry,
+    kv_kinds,
+    linear_shapes,
+    waste_by_use,
+    width_bytes,
+)
 from moejax.arena.kinds import KvKind
-from moejax.config import ModelConfig
+from moejax.config import DENSE_WIDTH, ModelConfig, Quantization
 from moejax.models.decoder import abstract_params, flatten_params
 
 
@@ -68,18 +75,21 @@ def reach_name(kind: KvKind) -> str:
     return "all" if kind.reach.chunk is None else f"chunk {kind.reach.chunk}"
 
 
-def step_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, float]:
+def step_bytes(
+    config: ModelConfig, batch: int, length: int, bits: int = DENSE_WIDTH
+) -> dict[str, float]:
     """Bytes that a decode step must read, by kind; of KV by the reach of its layers.
 
     Args:
-        config: the model; everything is in its dtype.
+        config: the model; what has no width is in its dtype.
         batch: sequences.
         length: tokens of each, the new one included.
+        bits: the width of the experts; below 16 planes count, and one table of each row.
     """
     sizes, router = sizes_of(config), config.moe.router
     # A batch of independent tokens with uniform routing.
     touched = 1 - (1 - router.experts_per_token / router.num_experts) ** batch
-    found = {"dense": 0.0, "experts": touched * sizes.expert_bytes}
+    found = {"dense": 0.0, "experts": touched * _expert_bytes(config, sizes, bits)}
     for name, size in sizes.dense_bytes.items():
         if ".expert_bias." in name:
             found["experts"] += touched * size
@@ -91,6 +101,15 @@ def step_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, float]
         size = batch * seen * kind.token_bytes * len(kind.layers)
         found[name] = found.get(name, 0.0) + size
     return found
+
+
+def _expert_bytes(config: ModelConfig, sizes: Sizes, bits: int) -> int:
+    """Bytes of all routed experts at a width."""
+    if bits == DENSE_WIDTH:
+        return sizes.expert_bytes
+    stored = Quantization(seed_bits=bits, parent_bits=bits)
+    each = sum(width_bytes(s, config.dtype, stored, bits) for s in linear_shapes(config, stored))
+    return len(config.moe_layers) * config.moe.router.num_experts * each
 
 
 def size_row(name: str, sizes: Sizes) -> str:

@@ -43,11 +43,11 @@ class RandomCheckpoint:
 
     folder = "random weights"
     generation: dict[str, Any] = {"eos_token_ids": []}
-    quantization: Quantization | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, quantization: Quantization | None = None) -> None:
         self.config = config
-        self.fingerprint = hashlib.sha256(repr(config).encode()).hexdigest()
+        self.quantization = quantization
+        self.fingerprint = hashlib.sha256(repr((config, quantization)).encode()).hexdigest()
         self._shapes = flatten_params(abstract_params(config, config.dtype))
 
     @functools.cached_property
@@ -56,8 +56,14 @@ class RandomCheckpoint:
         rng = np.random.default_rng(0)
         itemsize = jnp.dtype(config.dtype).itemsize
         for name, words in layout.expert_words(config, self.quantization).items():
-            values = rng.standard_normal(words * 4 // itemsize, np.float32)
-            run = (values * STD).astype(jnp.dtype(config.dtype)).view(np.uint32)
+            kind = name.split(".")[1]
+            if kind == "plane":
+                run = rng.integers(0, 1 << 32, words, np.uint32)
+            else:
+                dtype = np.float16 if kind == "table" else jnp.dtype(config.dtype)
+                size = 2 if kind == "table" else itemsize
+                values = rng.standard_normal(words * 4 // size, np.float32)
+                run = (values * STD).astype(dtype).view(np.uint32)
             found[name] = np.broadcast_to(run, (config.moe.router.num_experts, words))
         return found
 

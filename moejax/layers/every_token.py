@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from moejax.arena.experts import ExpertBias
 from moejax.config import Activation
-from moejax.layers.experts import ExpertBias, Stacked
+from moejax.layers.experts import Stacked
 from moejax.layers.linear import precision_of, product_float32
 from moejax.layers.mlp import activate
 

@@ -6,36 +6,22 @@ tokens cost nothing. This is the plain path for every backend, and the reference
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
-from moejax.arena.geometry import Runs
-from moejax.arena.state import read_linear
+from moejax.arena.experts import ExpertBias, ExpertWeights, Paged
 from moejax.config import Activation
 from moejax.layers.linear import product, product_with_bias
 from moejax.layers.mlp import activate
+from moejax.pallas import dispatch
+from moejax.pallas.dispatch import Kernels
+from moejax.pallas.tiles import make_tiles
 
 MAX_TILE = 64
-
-
-class ExpertWeights(NamedTuple):
-    """The matrices of one expert."""
-
-    gate: Float[Array, "width hidden"]
-    up: Float[Array, "width hidden"]
-    down: Float[Array, "hidden width"]
-
-
-class ExpertBias(NamedTuple):
-    """The biases of all experts of a layer."""
-
-    gate: Float[Array, "experts width"]
-    up: Float[Array, "experts width"]
-    down: Float[Array, "experts hidden"]
 
 
 @runtime_checkable
@@ -74,72 +60,18 @@ class Stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paged:
-    """Experts in the pages of an arena, through the expert table of one layer, at any widths."""
+class ByKernels:
+    """Experts in the pages of an arena, and the kernels that multiply with them."""
 
-    pages: UInt32[Array, "pages words"]
-    host: UInt32[Array, "host_pages words"] | None
-    gate_up_pages: Int32[Array, "experts slots"]
-    down_pages: Int32[Array, "experts slots2"]
-    widths: Int32[Array, "experts 2"]
-    """Of gate_up and down."""
-    gate_up: Runs
-    down: Runs
+    paged: Paged
+    kernels: Kernels
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up_pages.shape[0]
+        return self.paged.num_experts
 
     def weights(self, expert: Int32[Array, ""]) -> ExpertWeights:
-        gate_up, down = lax.dynamic_index_in_dim(self.widths, expert, keepdims=False)
-        gate, up = self._matrices(self.gate_up_pages, self.gate_up, expert, gate_up)
-        (only,) = self._matrices(self.down_pages, self.down, expert, down)
-        return ExpertWeights(gate, up, only)
-
-    def _matrices(
-        self,
-        table: Int32[Array, "experts slots"],
-        runs: Runs,
-        expert: Int32[Array, ""],
-        width: Int32[Array, ""],
-    ) -> Float[Array, "parts rows columns"]:
-        slots = lax.dynamic_index_in_dim(table, expert, keepdims=False)
-        return read_linear(self.pages, self.host, slots, width, runs)
-
-
-class Tiles(NamedTuple):
-    """Slots (a token and one of its experts) sorted by expert, and cut into tiles."""
-
-    order: Int32[Array, " slots"]
-    """order[i]: the slot in place i; slot s is token s // experts_per_token."""
-    expert: Int32[Array, " tiles"]
-    start: Int32[Array, " tiles"]
-    """First place of the tile; the number of slots where the tile is empty."""
-    used: Bool[Array, " tiles"]
-    end: Int32[Array, " tiles"]
-    """The place after the last one of the tile's expert."""
-
-
-def make_tiles(
-    topk_ids: Int32[Array, "tokens k"], valid: Bool[Array, " tokens"], num_experts: int, size: int
-) -> Tiles:
-    """Groups slots by expert. Slots of invalid tokens come last and belong to no tile."""
-    slots = topk_ids.size
-    expert = jnp.where(valid[:, None], topk_ids, num_experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
-    group_starts = jnp.cumsum(group_sizes) - group_sizes
-    group_tiles = -(-group_sizes // size)
-    tile_ends = jnp.cumsum(group_tiles)
-    # Each non-empty group has at most one tile that is not full.
-    number = jnp.arange(min(num_experts, slots) + slots // size, dtype=jnp.int32)
-    owner = jnp.searchsorted(tile_ends, number, side="right").astype(jnp.int32)
-    used = number < tile_ends[-1]
-    owner = jnp.where(used, owner, 0)
-    within = number - (tile_ends - group_tiles)[owner]
-    start = jnp.where(used, group_starts[owner] + within * size, slots)
-    end = jnp.where(used, (group_starts + group_sizes)[owner], slots)
-    return Tiles(order, owner, start, used, end)
+        return self.paged.weights(expert)
 
 
 def run_experts(
@@ -159,6 +91,18 @@ def run_experts(
     of x, or float32), and rounded once. `weights_input`: the weights multiply the inputs of the
     experts instead, in the dtype of x.
     """
+    if isinstance(experts, ByKernels):
+        return dispatch.run_experts(
+            x,
+            topk_ids,
+            topk_weights,
+            valid,
+            experts.paged,
+            experts.kernels,
+            activation=activation,
+            weights_input=weights_input,
+            bias=bias,
+        )
     tokens, k = topk_ids.shape
     size = min(MAX_TILE, tokens)
     tiles = make_tiles(topk_ids, valid, experts.num_experts, size)

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from moejax.arena.experts import ExpertBias
 from moejax.config import MlpAndMoe, Moe
 from moejax.layers.every_token import EveryToken, run_every_token
-from moejax.layers.experts import ExpertBias, Experts, run_experts
+from moejax.layers.experts import Experts, run_experts
 from moejax.layers.linear import Norm, NormKind, Stack, make_norm
 from moejax.layers.mlp import MlpLayer, SharedExpertLayer
 from moejax.layers.router import RouterLayer

@@ -1,6 +1,7 @@
 """The arena as a decoder's memory: KV and experts read through page tables."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from moejax.arena.control import Field, Flag, Header
+from moejax.arena.experts import Paged
 from moejax.arena.geometry import Geometry
 from moejax.arena.kinds import KvKind
 from moejax.arena.state import (
@@ -31,7 +33,11 @@ from moejax.layers.attention import (
     value_size,
     visible,
 )
-from moejax.layers.experts import Paged
+from moejax.layers.experts import ByKernels, Experts
+from moejax.pallas.attention import Plan, attend_paged, make_plan
+from moejax.pallas.attention_tiling import Tiling, choose_tilings
+from moejax.pallas.dispatch import REFERENCE, Kernels
+from moejax.pallas.pages import write_kv
 
 # Queries of one row, and keys of a row, that attend at once.
 QUERY_TILE = 64
@@ -46,6 +52,8 @@ class Batch(NamedTuple):
     valid: Bool[Array, " tokens"]
     row_of: Int32[Array, " tokens"]
     """Row of the step, not of the tables."""
+    table_row_of: Int32[Array, " tokens"]
+    """Row of the tables."""
     table_rows: Int32[Array, " rows"]
     starts: Int32[Array, " rows"]
     lengths: Int32[Array, " rows"]
@@ -71,12 +79,51 @@ def make_batch(control: dict[str, Array], last_tokens: Int32[Array, " table_rows
         positions=cached[row_of] + number - starts[row_of],
         valid=number < header[Header.TOKENS],
         row_of=row_of,
+        table_row_of=rows[:, Field.ROW][row_of],
         table_rows=rows[:, Field.ROW],
         starts=starts,
         lengths=lengths,
         cached=cached,
         uses_long_rope=long_rope[row_of],
     )
+
+
+def make_plans(
+    config: ModelConfig,
+    geometry: Geometry,
+    state: ArenaState,
+    batch: Batch,
+    prefill_rows: int,
+    max_query: int,
+) -> dict[AnyAttention, Plan]:
+    """The plan of attention by kernels, for each kind of attention that the layers have.
+
+    The first `prefill_rows` may have any number of tokens up to `max_query`, the others one.
+    """
+    plans: dict[tuple[Tiling, Tiling], Plan] = {}
+    found = {}
+    for part in dict.fromkeys(layer.attention for layer in config.layers):
+        number = geometry.kind_of(part)
+        tables = state.block_tables[number]
+        tilings = choose_tilings(
+            part,
+            geometry.dtype,
+            rows=len(batch.starts) - prefill_rows,
+            longest=tables.shape[2] * geometry.kinds[number].block_size,
+            max_query=max_query,
+        )
+        if tilings not in plans:
+            plans[tilings] = make_plan(
+                table_rows=batch.table_rows,
+                starts=batch.starts,
+                lengths=batch.lengths,
+                cached=batch.cached,
+                tokens=len(batch.tokens),
+                prefill_rows=prefill_rows,
+                tilings=tilings,
+            )
+        found[part] = plans[tilings]
+    return found
 
 
 class LayerTables(NamedTuple):
@@ -102,6 +149,9 @@ class PagedMemory:
     """Rows after these have one token at most."""
     max_query: int
     """No row has more tokens than this in the step."""
+    kernels: Kernels = REFERENCE
+    plans: Mapping[AnyAttention, Plan] = dataclasses.field(default_factory=dict)
+    """What the programs of each kind of attention do, see `make_plans`."""
 
     @property
     def positions(self) -> Int32[Array, " tokens"]:
@@ -150,10 +200,10 @@ class PagedMemory:
             found.append(LayerTables(block_pages, gate_up, down, widths, linears))
         return tuple(found)
 
-    def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Paged:
+    def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Experts:
         if layer.gate_up_pages is None or layer.down_pages is None or layer.widths is None:
             raise AssertionError("a layer without experts asks for them")
-        return Paged(
+        paged = Paged(
             carry,
             None if self.state.host is None else self.state.host[0],
             layer.gate_up_pages,
@@ -161,6 +211,7 @@ class PagedMemory:
             layer.widths,
             *self.geometry.expert_runs,
         )
+        return paged if self.kernels.products == "reference" else ByKernels(paged, self.kernels)
 
     def linears(
         self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: LayerTables
@@ -186,10 +237,32 @@ class PagedMemory:
         number = self.geometry.kind_of(part)
         kind = self.geometry.kinds[number]
         tables = self.state.block_tables[number][0]
+        if self.kernels.attention != "reference":
+            pages = write_kv(
+                carry,
+                qkv.k,
+                qkv.v,
+                layer.block_pages,
+                tables,
+                batch.table_row_of,
+                batch.positions,
+                batch.valid,
+                block_size=kind.block_size,
+            )
+            return pages, attend_paged(
+                qkv.q,
+                pages,
+                layer.block_pages,
+                tables,
+                qkv.sinks,
+                plan=self.plans[part],
+                part=part,
+                block_size=kind.block_size,
+            )
         block = jnp.minimum(batch.positions // kind.block_size, tables.shape[1] - 1)
         pages = write_tokens(
             carry,
-            layer.block_pages[tables[batch.table_rows[batch.row_of], block]],
+            layer.block_pages[tables[batch.table_row_of, block]],
             batch.positions % kind.block_size,
             values_to_words(join_kv(qkv)),
             batch.valid,

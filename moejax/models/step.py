@@ -13,7 +13,8 @@ from moejax.arena.geometry import Geometry
 from moejax.arena.state import ArenaState, apply_edits
 from moejax.config import ModelConfig
 from moejax.models.decoder import Decoder, Params, bind
-from moejax.models.paged import Batch, PagedMemory, make_batch
+from moejax.models.paged import Batch, PagedMemory, make_batch, make_plans
+from moejax.pallas.dispatch import REFERENCE, Kernels
 from moejax.sampling import Logprobs, SamplingRows, choose, logprobs_of, no_logprobs
 
 # Places whose logits exist at once when log-probabilities of a prompt are computed.
@@ -55,6 +56,7 @@ def step(
     config: ModelConfig,
     geometry: Geometry,
     bucket: Bucket,
+    kernels: Kernels = REFERENCE,
 ) -> tuple[ArenaState, StepOutput]:
     """Applies the edits of a control array, runs its tokens, and samples.
 
@@ -64,7 +66,12 @@ def step(
     state = apply_edits(state, control)
     batch = make_batch(control, state.last_tokens)
     decoder = bind(config, geometry.dtype, params)
-    memory = PagedMemory(config, geometry, state, batch, bucket.prefill_rows, bucket.max_query)
+    sizes = bucket.prefill_rows, bucket.max_query
+    plans = {}
+    if kernels.attention != "reference":
+        # Once for all layers: each small operation would be a launch in each of them.
+        plans = make_plans(config, geometry, state, batch, *sizes)
+    memory = PagedMemory(config, geometry, state, batch, *sizes, kernels, plans)
     hidden, pages = decoder(batch.tokens, memory)
 
     fields = control["rows"]

@@ -6,6 +6,7 @@ machine without them runs the references. A module that defines kernels needs tr
 import it inside the function that calls `triton_call`.
 """
 
+import copy
 import functools
 import importlib.metadata
 import re
@@ -123,8 +124,28 @@ def _import_jax_triton() -> ModuleType:
         # missing. It is used for tensor descriptors of tf32 only.
         driver.TMA_TF32 = 11
     import jax_triton
+    from jax_triton import triton_lib
 
+    triton_lib.compile_ttir_inplace = _compile_either(triton_lib.compile_ttir_inplace)
     return jax_triton
+
+
+def _compile_either(compile_triton: Callable[..., Any]) -> Callable[..., Any]:
+    """jax-triton's compiler of modules, for Gluon's too.
+
+    jax-triton takes Gluon kernels through the passes of Triton kernels, which choose layouts of
+    their own, pipeline loads into shared memory, and need minutes for long programs.
+    """
+
+    def compile_module(module: Any, backend: Any, options: Any, target: Any) -> Any:
+        # Only Gluon says in the module how many warps there are.
+        if "ttg.num-warps" in str(module):
+            backend = copy.copy(backend)
+            backend.make_ttir = lambda module, *rest: module
+            backend.make_ttgir = backend.gluon_to_ttgir
+        return compile_triton(module, backend, options, target)
+
+    return compile_module
 
 
 def _raise_refusal(*args: Any, reason: str) -> Any:

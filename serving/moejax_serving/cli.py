@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import moejax
 from moejax.environment import prepare_environment
 from moejax.errors import ConfigError, MoejaxError
-from moejax_serving.config import EngineConfig
+from moejax_serving.config import KERNELS, EngineConfig
 from moejax_serving.sizes import parse_size, parse_width
 
 if TYPE_CHECKING:
@@ -174,6 +174,13 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
         "Whole pages count, as moejax-convert --inspect shows them",
         type=_size,
         metavar="SIZE",
+    )
+    add(
+        "kernel",
+        "what multiplies with experts and attends: reference (plain jax.numpy, on any device), "
+        "triton (NVIDIA GPUs, float32 too), gluon (NVIDIA GPUs, bfloat16, the fastest); auto: the "
+        "fastest that works here. What is named and does not work is refused",
+        choices=KERNELS,
     )
     add("seed", "seed for requests without one of their own", type=int, metavar="N")
     add(

@@ -5,6 +5,8 @@ from typing import no_type_check
 
 from moejax.errors import ConfigError
 
+KERNELS = ("auto", "reference", "triton", "gluon")
+
 
 @no_type_check  # The values come from callers: __post_init__ checks them, and says which is wrong.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class EngineConfig:
     """static: widths of experts by what they cost in accuracy, within `expert_memory`; none."""
     expert_memory: int | None = None
     """Bytes that planner static may spend on experts: pages of planes and tables."""
+    kernel: str = "auto"
+    """What multiplies with weights in pages and attends: auto, or one that is taken or refused."""
     seed: int = 0
     """Of requests that bring none of their own."""
     skip_tokenizer_init: bool = False
@@ -64,6 +68,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a width from 2 to 8, or 16, got {_show(value)}")
         if isinstance(self.linear_bits, str) and self.linear_bits != "auto":
             raise ConfigError(f"linear_bits must be auto or a width, got {self.linear_bits!r}")
+        if self.kernel not in KERNELS:
+            raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
         if self.planner not in ("none", "static"):
             raise ConfigError(f"planner must be none or static, got {self.planner!r}")
         if self.expert_memory is not None:

@@ -19,6 +19,7 @@ from moejax.arena.state import ArenaState
 from moejax.config import ModelConfig
 from moejax.models.decoder import Params
 from moejax.models.step import COMPILER_OPTIONS, Bucket, StepOutput, step
+from moejax.pallas.dispatch import Kernels
 from moejax_serving.loader import store_pages
 
 _POISON_CHUNK = 64
@@ -51,6 +52,7 @@ class Runner:
         state: ArenaState,
         *,
         workspace: int,
+        kernels: Kernels,
     ) -> None:
         """`workspace`: bytes that the memory plan keeps for a program's temporaries."""
         self._config = config
@@ -58,6 +60,7 @@ class Runner:
         self._params = params
         self._state = state
         self._workspace = workspace
+        self._kernels = kernels
         self._programs: dict[Bucket, Any] = {}
 
     def start(
@@ -103,7 +106,7 @@ class Runner:
         """The program of a bucket, compiled at its first use."""
         if bucket not in self._programs:
             self._programs[bucket] = compile_step(
-                self._config, self._geometry, bucket, self._params, self._state
+                self._config, self._geometry, bucket, self._kernels, self._params, self._state
             )
             if (used := self.temp_bytes(bucket)) > self._workspace:
                 logger.warning(
@@ -145,11 +148,16 @@ _start_row = jax.jit(start_row, donate_argnums=(0, 1, 2))
 
 
 def compile_step(
-    config: ModelConfig, geometry: Geometry, bucket: Bucket, params: Params, state: ArenaState
+    config: ModelConfig,
+    geometry: Geometry,
+    bucket: Bucket,
+    kernels: Kernels,
+    params: Params,
+    state: ArenaState,
 ) -> Any:
     """A compiled step: (params, state, control array) → (state, output). The state is donated."""
     program = jax.jit(
-        partial(step, config=config, geometry=geometry, bucket=bucket),
+        partial(step, config=config, geometry=geometry, bucket=bucket, kernels=kernels),
         donate_argnums=1,
         compiler_options=COMPILER_OPTIONS,
     )

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layers.filled import normal
+from moejax.arena.experts import ExpertBias
 from moejax.config import Activation, ClampedSwiglu
 from moejax.layers.every_token import EveryToken, run_every_token
-from moejax.layers.experts import ExpertBias, Stacked, run_experts
+from moejax.layers.experts import Stacked, run_experts
 
 HIDDEN, WIDTH = 12, 9
 CLAMPED = ClampedSwiglu(limit=1.5, alpha=1.702)

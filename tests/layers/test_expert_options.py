@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from layers.filled import activated, normal
+from moejax.arena.experts import ExpertBias
 from moejax.config import Activation, ClampedSwiglu
-from moejax.layers.experts import ExpertBias, Stacked, run_experts
+from moejax.layers.experts import Stacked, run_experts
 
 HIDDEN, WIDTH, EXPERTS, K = 12, 9, 6, 2
 CLAMPED = ClampedSwiglu(limit=1.5, alpha=1.702)

@@ -12,16 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.arena import format
+from moejax.arena.experts import ExpertWeights, Paged
 from moejax.arena.geometry import LinearShape, Runs
-from moejax.layers.experts import (
-    Experts,
-    ExpertWeights,
-    Paged,
-    Stacked,
-    Tiles,
-    make_tiles,
-    run_experts,
-)
+from moejax.layers.experts import Experts, Stacked, run_experts
+from moejax.pallas.tiles import Tiles, make_tiles
 
 # Tiles.
 

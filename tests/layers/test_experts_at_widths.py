@@ -10,9 +10,10 @@ import pytest
 
 from arena.coded import Coded, Placed, Pool, pages_of, place, random_coded
 from moejax.arena import format
+from moejax.arena.experts import Paged
 from moejax.arena.geometry import LinearShape, Runs
 from moejax.config import Quantization
-from moejax.layers.experts import Paged, Stacked, run_experts
+from moejax.layers.experts import Stacked, run_experts
 
 HIDDEN, WIDTH, EXPERTS, TOKENS = 40, 20, 6, 11
 BITS = Quantization(

@@ -26,6 +26,7 @@ from moejax.config import (
 )
 from moejax.models.decoder import abstract_params, flatten_params, nest_params
 from moejax.models.step import COMPILER_OPTIONS, step
+from moejax.pallas.dispatch import REFERENCE, Kernels
 from moejax_serving.batch import make_buckets
 from moejax_serving.loader import empty_state
 from moejax_serving.memory import most_blocks, workspace_bytes
@@ -78,6 +79,7 @@ FAMILIES = {
 }
 # Experts, attention and shared experts as codes.
 QUANTIZED = "qwen1.5-moe 6 bits"
+KERNELS = Kernels(products="gluon", attention="triton", device_kind="NVIDIA H200")
 BUCKETS = {
     "decode 1": lambda buckets: buckets.decode(1),
     "decode 16": lambda buckets: buckets.decode(ROWS),
@@ -110,7 +112,7 @@ def quantized(config: ModelConfig, named: dict[str, Any]) -> tuple[Quantization,
 
 
 @functools.cache
-def compile_step(model: str, bucket_name: str, device: str):
+def compile_step(model: str, bucket_name: str, device: str, kernels: Kernels = REFERENCE):
     """(compiled program, bytes of the state, bound on its temporaries)"""
     config = (MODELS | FAMILIES)[model.removesuffix(" 6 bits")]
     dtype = "float32" if device == "cpu" else "bfloat16"
@@ -141,7 +143,9 @@ def compile_step(model: str, bucket_name: str, device: str):
         state,
         jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32),
     )
-    program = functools.partial(step, config=config, geometry=geometry, bucket=bucket)
+    program = functools.partial(
+        step, config=config, geometry=geometry, bucket=bucket, kernels=kernels
+    )
     compiled = compile_for(
         device, program, arguments, donate_argnums=1, compiler_options=COMPILER_OPTIONS
     )
@@ -152,8 +156,8 @@ def compile_step(model: str, bucket_name: str, device: str):
 @pytest.mark.shows("memory", "the arena is updated in place, on a CPU and compiled for an H200")
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("model", MODELS)
-def test_on_an_h200_the_arena_stays_in_place(model, bucket):
-    compiled, state_bytes, bound = compile_step(model, bucket, "h200")
+def test_on_an_h200_the_arena_stays_in_place(model, bucket, kernels=REFERENCE):
+    compiled, state_bytes, bound = compile_step(model, bucket, "h200", kernels)
     memory = compiled.memory_analysis()
     assert not aot.has_remat(compiled)
     assert aot.copies(compiled, MIB) == []
@@ -175,6 +179,14 @@ def test_on_an_h200_the_arena_stays_in_place_for_every_kind_of_layer(model, buck
 
 def test_on_an_h200_the_arena_stays_in_place_for_codes():
     test_on_an_h200_the_arena_stays_in_place(QUANTIZED, "decode 16")
+
+
+@pytest.mark.parametrize(
+    ("model", "bucket"),
+    [(QUANTIZED, "decode 1"), ("mixed", "prefill 512"), ("gpt-oss", "decode 1")],
+)
+def test_on_an_h200_the_arena_stays_in_place_with_kernels(model, bucket):
+    test_on_an_h200_the_arena_stays_in_place(model, bucket, KERNELS)
 
 
 def test_on_a_cpu_the_arena_stays_in_place_for_codes():

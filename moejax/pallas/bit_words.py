@@ -1,0 +1,68 @@
+"""From words of bit-planes to codes, in Gluon: exchanges of bits between words and within them.
+
+A word of a plane has one bit of 32 columns. Three exchanges, of single bits, of pairs and of
+nibbles, turn the words of up to eight planes into eight words of four codes, each in a byte of its
+own: word s holds the codes of columns s, 8 + s, 16 + s and 24 + s, the first in its low byte.
+(Hacker's Delight, section 7-3, transposes matrices of bits so.)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _merge(low, high, SHIFT: gl.constexpr, MASK: gl.constexpr):
+    """(what MASK selects of both, what it leaves of both), `low` in the lower places."""
+    rest: gl.constexpr = MASK ^ 0xFFFFFFFF
+    even = (low & MASK) | ((high << SHIFT) & rest)
+    odd = ((low >> SHIFT) & MASK) | (high & rest)
+    return even, odd
+
+
+@gluon.jit
+def _spread(low, SHIFT: gl.constexpr, MASK: gl.constexpr):
+    """`_merge` where high is zero."""
+    return low & MASK, (low >> SHIFT) & MASK
+
+
+@gluon.jit
+def _nibbles(planes, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Four words of nibbles, word r of columns 4 n + r, from planes FIRST to FIRST + COUNT."""
+    if COUNT == 1:
+        even, odd = _spread(planes[FIRST], 1, 0x55555555)
+        n0, n2 = _spread(even, 2, 0x33333333)
+        n1, n3 = _spread(odd, 2, 0x33333333)
+    elif COUNT == 2:
+        even, odd = _merge(planes[FIRST + 1], planes[FIRST], 1, 0x55555555)
+        n0, n2 = _spread(even, 2, 0x33333333)
+        n1, n3 = _spread(odd, 2, 0x33333333)
+    elif COUNT == 3:
+        even, odd = _merge(planes[FIRST + 2], planes[FIRST + 1], 1, 0x55555555)
+        even_top, odd_top = _spread(planes[FIRST], 1, 0x55555555)
+        n0, n2 = _merge(even, even_top, 2, 0x33333333)
+        n1, n3 = _merge(odd, odd_top, 2, 0x33333333)
+    else:
+        even, odd = _merge(planes[FIRST + 3], planes[FIRST + 2], 1, 0x55555555)
+        even_top, odd_top = _merge(planes[FIRST + 1], planes[FIRST], 1, 0x55555555)
+        n0, n2 = _merge(even, even_top, 2, 0x33333333)
+        n1, n3 = _merge(odd, odd_top, 2, 0x33333333)
+    return n0, n1, n2, n3
+
+
+@gluon.jit
+def codes_of(planes, BITS: gl.constexpr):
+    """Eight words of four codes from a tuple of BITS words, the most significant plane first."""
+    if BITS <= 4:
+        n = _nibbles(planes, 0, BITS)
+        c0, c4 = _spread(n[0], 4, 0x0F0F0F0F)
+        c1, c5 = _spread(n[1], 4, 0x0F0F0F0F)
+        c2, c6 = _spread(n[2], 4, 0x0F0F0F0F)
+        c3, c7 = _spread(n[3], 4, 0x0F0F0F0F)
+    else:
+        n = _nibbles(planes, BITS - 4, 4)
+        top = _nibbles(planes, 0, BITS - 4)
+        c0, c4 = _merge(n[0], top[0], 4, 0x0F0F0F0F)
+        c1, c5 = _merge(n[1], top[1], 4, 0x0F0F0F0F)
+        c2, c6 = _merge(n[2], top[2], 4, 0x0F0F0F0F)
+        c3, c7 = _merge(n[3], top[3], 4, 0x0F0F0F0F)
+    return c0, c1, c2, c3, c4, c5, c6, c7

@@ -1,0 +1,193 @@
+"""Which kernels a program runs: the one place that decides, by device, dtype and shape."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float, Int32
+
+from moejax.arena.experts import ExpertBias, Paged
+from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
+from moejax.arena.geometry import Runs
+from moejax.config import Activation
+from moejax.errors import ConfigError
+from moejax.pallas.bridge import find_obstacle
+from moejax.pallas.portable import run_experts_portable
+from moejax.pallas.product import Tiling, run_experts_paged
+
+Products = Literal["reference", "triton", "gluon"]
+CHOICES = ("auto", "reference", "triton", "gluon")
+"""What a user may ask for."""
+
+_TUNED = pathlib.Path(__file__).parent / "tuned"
+_LEAST_CAPABILITY = 80
+_LARGEST_TILE = 32
+# Enough programs for each multiprocessor of the largest GPUs to have two.
+_ENOUGH_PROGRAMS = 264
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What multiplies tokens with weights in pages, attends, and writes KV."""
+
+    products: Products = "reference"
+    """reference: plain jax.numpy; triton: any dtype and GPU; gluon: bfloat16, fastest."""
+    attention: Literal["reference", "triton"] = "reference"
+    device_kind: str = "cpu"
+    """What tuned tilings are looked up by, such as `NVIDIA H200`."""
+
+    def line(self) -> str:
+        """For a log."""
+        return f"kernels: products {self.products}, attention {self.attention}"
+
+
+REFERENCE = Kernels()
+"""Plain jax.numpy everywhere."""
+
+
+def choose_kernels(
+    *, platform: str, device_kind: str, capability: int, dtype: str, wanted: str = "auto"
+) -> Kernels:
+    """The kernels of an engine.
+
+    Args:
+        platform: `cpu` or `gpu`.
+        device_kind: as jax names the device.
+        capability: compute capability as a number, 90 for Hopper; 0 where there is none.
+        dtype: what the engine computes in.
+        wanted: one of CHOICES; anything but `auto` is taken or refused.
+
+    Raises:
+        ConfigError: what is wanted does not work here.
+    """
+    if wanted not in CHOICES:
+        raise ConfigError(f"kernel '{wanted}' is not known: {', '.join(CHOICES)}")
+    if wanted == "reference":
+        return dataclasses.replace(REFERENCE, device_kind=device_kind)
+    reason = _find_reason(platform, capability)
+    if wanted == "gluon" and reason is None and dtype != "bfloat16":
+        reason = f"it computes in bfloat16, and the engine in {dtype}"
+    if reason is not None:
+        if wanted != "auto":
+            raise ConfigError(f"kernel '{wanted}' cannot be used: {reason}")
+        return dataclasses.replace(REFERENCE, device_kind=device_kind)
+    products: Products = "gluon" if dtype == "bfloat16" else "triton"
+    if wanted != "auto":
+        products = "gluon" if wanted == "gluon" else "triton"
+    return Kernels(products=products, attention="triton", device_kind=device_kind)
+
+
+def _find_reason(platform: str, capability: int) -> str | None:
+    if platform != "gpu":
+        return f"it needs an NVIDIA GPU, and jax runs on {platform}"
+    if capability < _LEAST_CAPABILITY:
+        return f"it needs compute capability 8.0, and the GPU has {capability / 10:.1f}"
+    return find_obstacle()
+
+
+def run_experts(
+    x: Float[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens k"],
+    topk_weights: Float[Array, "tokens k"],
+    valid: Bool[Array, " tokens"],
+    experts: Paged,
+    kernels: Kernels,
+    *,
+    activation: Activation = "silu",
+    weights_input: bool = False,
+    bias: ExpertBias | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """What `moejax.layers.experts.run_experts` gives, by the kernels that were chosen."""
+    if kernels.products == "triton":
+        return run_experts_portable(
+            x,
+            topk_ids,
+            topk_weights,
+            valid,
+            experts,
+            activation=activation,
+            weights_input=weights_input,
+            bias=bias,
+        )
+    if kernels.products == "reference":
+        raise ValueError("the reference is not a kernel")
+    return run_experts_paged(
+        x,
+        topk_ids,
+        topk_weights,
+        valid,
+        experts,
+        tilings=choose_tilings(
+            topk_ids.shape[0],
+            topk_ids.shape[1],
+            experts.num_experts,
+            (experts.gate_up, experts.down),
+            kernels.device_kind,
+        ),
+        activation=activation,
+        weights_input=weights_input,
+        bias=bias,
+    )
+
+
+def choose_tilings(
+    tokens: int, k: int, num_experts: int, runs: tuple[Runs, Runs], device_kind: str
+) -> tuple[Tiling, Tiling]:
+    """How the products of gate_up and of down are cut: as measured, or by a rule.
+
+    Both have tiles of the same number of tokens.
+    """
+    tuned = tuned_tilings(device_kind)
+    size = tile_tokens(tokens, k, num_experts)
+    found = []
+    for which, of in enumerate(runs):
+        key = tuning_key(which, of, size, min(num_experts, tokens * k))
+        found.append(tuned.get(key) or default_tiling(which, of, size, num_experts, tokens * k))
+    return found[0], found[1]
+
+
+def tile_tokens(tokens: int, k: int, num_experts: int) -> int:
+    """Tokens of a tile: a power of two that holds what an expert with tokens has on average."""
+    share = tokens * k / num_experts
+    # Of experts that have any, if each slot went to a random one.
+    mean = share / -math.expm1(-share)
+    size = 8
+    while size < min(1.25 * mean, _LARGEST_TILE):
+        size *= 2
+    return size
+
+
+def tuning_key(which: int, runs: Runs, size: int, most_experts: int) -> str:
+    """What a tiling is stored under: shape, tokens of a tile, experts with tokens in powers of two.
+
+    Widths are data, so they are no part of it.
+    """
+    name = ("gate_up", "down")[which]
+    experts = 1 << (most_experts - 1).bit_length()
+    return f"{name} {runs.shape.rows}x{runs.shape.columns} tokens {size} experts {experts}"
+
+
+def default_tiling(which: int, runs: Runs, size: int, num_experts: int, slots: int) -> Tiling:
+    """A tiling for a shape that was not measured."""
+    blocks = ceil_div(pad_to(runs.shape.rows, ATOM_ROWS), 64 if which == 0 else 128)
+    programs = blocks * min(num_experts, slots)
+    k_warps = 1
+    while k_warps < 4 and programs * k_warps < _ENOUGH_PROGRAMS:
+        k_warps *= 2
+    return Tiling(tokens=size, row_warps=4, k_warps=k_warps)
+
+
+@functools.cache
+def tuned_tilings(device_kind: str) -> dict[str, Tiling]:
+    """Measured tilings of a kind of device; empty where none were."""
+    path = _TUNED / f"{device_kind.replace(' ', '_')}.json"
+    if not path.is_file():
+        return {}
+    read = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        key: Tiling(tokens=tokens, row_warps=row_warps, k_warps=k_warps)
+        for key, (tokens, row_warps, k_warps) in read.items()
+    }

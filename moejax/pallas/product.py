@@ -1,0 +1,174 @@
+"""Calls the kernels of `product_kernel`: what `run_experts` computes, for experts in pages.
+
+Tokens are grouped into tiles of one expert each, gathered into the order in which threads read
+them, and go through two launches: gate_up with the activation, and down. What they cost follows the
+experts that have tokens; nothing of widths or routing is known to the host.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from moejax.arena.experts import ExpertBias, Paged
+from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
+from moejax.arena.geometry import Runs
+from moejax.config import Activation, ClampedSwiglu
+from moejax.pallas.bridge import triton_call
+from moejax.pallas.grouping import group
+
+STEP_COLUMNS = 256
+"""Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
+FULL_LINE_BITS = 6
+"""Up to this width each thread has its own copy of the tables in shared memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a product is cut. The best depends on shape and device."""
+
+    tokens: int
+    """Of a tile: 8, 16, 32 or 64."""
+    row_warps: int
+    """Warps of a program with rows of their own: 16 of each of its two blocks."""
+    k_warps: int
+    """Warps that share rows and take turns at the columns."""
+
+    def block_rows(self) -> int:
+        return 16 * self.row_warps
+
+    def shared_bytes(self, runs: Runs) -> int:
+        """Shared memory of a program: tables of the widest codes, later sums of warps."""
+        found = 32 * self.row_warps * self.k_warps * 4
+        if runs.quantization is not None:
+            bits = runs.quantization
+            for width in range(bits.seed_bits, bits.parent_bits + 1):
+                line = 128 if width <= FULL_LINE_BITS else 32
+                found = max(found, 2 * self.row_warps * (line << width))
+        if self.k_warps > 1:
+            found = max(found, self.k_warps * self.tokens * self.row_warps * 128)
+        return found
+
+
+def fragment_size(columns: int, tokens: int) -> int:
+    """Values of a tile of tokens as fragments."""
+    return ceil_div(columns, STEP_COLUMNS) * STEP_COLUMNS * tokens
+
+
+def to_fragments(x: Float[Array, "tiles tokens columns"]) -> Float[Array, "tiles values"]:
+    """Tokens in the order in which the threads of a warp read them.
+
+    Thread 4 g + i multiplies token g (and g + 8, ...) with columns 64 i to 64 i + 64 of a step,
+    four at a time, which lie 8 apart, as `bit_words` leaves their codes.
+    """
+    tiles, tokens, columns = x.shape
+    steps = ceil_div(columns, STEP_COLUMNS)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, steps * STEP_COLUMNS - columns)))
+    #             tile  token      step   i  v  e  q  s
+    x = x.reshape(tiles, tokens, steps, 4, 2, 4, 4, 2)
+    return x.transpose(0, 2, 4, 6, 1, 3, 7, 5).reshape(tiles, -1)
+
+
+def run_experts_paged(
+    x: Float[Array, "tokens hidden"],
+    topk_ids: Int32[Array, "tokens k"],
+    topk_weights: Float[Array, "tokens k"],
+    valid: Bool[Array, " tokens"],
+    experts: Paged,
+    *,
+    tilings: tuple[Tiling, Tiling],
+    activation: Activation = "silu",
+    weights_input: bool = False,
+    bias: ExpertBias | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """What `run_experts` gives, by kernels, in bfloat16. `tilings`: of gate_up and of down."""
+    tokens, k = topk_ids.shape
+    size = tilings[0].tokens
+    grouping = group(topk_ids, valid, experts.widths, size=size)
+    tiles = grouping.tiles
+    place = tiles[:, 1:2] + jnp.arange(size, dtype=jnp.int32)[None, :]
+    rows = x[grouping.token_of_place.at[place].get(mode="clip")]
+    if weights_input:
+        weights = jnp.zeros(topk_ids.size, x.dtype)
+        weights = weights.at[grouping.place_of_slot].set(
+            topk_weights.reshape(-1).astype(x.dtype), mode="drop", unique_indices=True
+        )
+        rows = rows * weights.at[place].get(mode="clip")[:, :, None]
+    of_gate_up = None if bias is None else jnp.stack([bias.gate, bias.up], axis=1)
+    of_down = None if bias is None else bias.down
+    gated = product(to_fragments(rows), tiles, experts, 0, tilings[0], activation, of_gate_up)
+    y = product(gated, tiles, experts, 1, tilings[1], activation, of_down, tokens * k)
+    # Slots of invalid tokens have no place.
+    y = y.at[grouping.place_of_slot].get(mode="fill", fill_value=0).reshape(tokens, k, -1)
+    weights = jnp.ones_like(topk_weights) if weights_input else topk_weights
+    total = jnp.sum(y.astype(weights.dtype) * weights[:, :, None], axis=1)
+    return total.astype(x.dtype)
+
+
+def product(
+    x: Float[Array, "tiles values"],
+    tiles: Int32[Array, "tiles 8"],
+    experts: Paged,
+    which: int,
+    tiling: Tiling,
+    activation: Activation = "silu",
+    bias: Float[Array, "*shape"] | None = None,
+    places: int = 0,
+) -> Float[Array, "..."]:
+    """One launch: fragments for down (which 0), or [places, hidden] of down (which 1).
+
+    `tiles`: as in `Grouping`.
+    """
+    from moejax.pallas.product_kernel import product_kernel
+
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError("the product kernel computes in bfloat16")
+    runs = (experts.gate_up, experts.down)[which]
+    table = (experts.gate_up_pages, experts.down_pages)[which]
+    shape, bits = runs.shape, runs.quantization
+    size = fragment_size(shape.rows, tiling.tokens)
+    stored = pad_to(shape.rows, ATOM_ROWS)
+    if which == 1 and stored % (2 * tiling.block_rows()):
+        tiling = dataclasses.replace(tiling, row_warps=2)
+    blocks = stored // tiling.block_rows() // (1 if which == 0 else 2)
+    out = (len(x), size) if which == 0 else (places, shape.rows)
+    clamped = activation if isinstance(activation, ClampedSwiglu) else None
+    host = experts.host
+    found = triton_call(
+        experts.pages,
+        experts.pages if host is None else host,
+        table,
+        tiles,
+        x,
+        x if bias is None else bias,
+        kernel=product_kernel,
+        out_type=jax.ShapeDtypeStruct(out, x.dtype),
+        grid=(blocks, len(x)),
+        num_warps=tiling.row_warps * tiling.k_warps,
+        WHICH=which,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        SLOTS=table.shape[1],
+        PLANE_PAGES=runs.plane_pages,
+        PAGE_WORDS=runs.page_bytes // 4,
+        SEED_BITS=0 if bits is None else bits.seed_bits,
+        PARENT_BITS=0 if bits is None else bits.parent_bits,
+        TABLE_SLOTS=()
+        if bits is None
+        else tuple(runs.table_slot(b) for b in range(bits.seed_bits, bits.parent_bits + 1)),
+        ROWS_PER_TABLE=shape.rows_per_table,
+        HAS_DENSE=bits is None or bits.has_dense,
+        LEAST_LINE=FULL_LINE_BITS,
+        OUT_WORDS=size,
+        ACTIVATION="clamped_swiglu" if clamped else activation,
+        ALPHA=clamped.alpha if clamped else 0.0,
+        LIMIT=clamped.limit if clamped else 0.0,
+        HAS_BIAS=bias is not None,
+        TILES=tiling.tokens // 8,
+        ROW_WARPS=tiling.row_warps,
+        K_WARPS=tiling.k_warps,
+        HAS_HOST=host is not None,
+        SHARED=tiling.shared_bytes(runs),
+    )
+    return found

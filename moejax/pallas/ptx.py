@@ -1,0 +1,165 @@
+"""What kernels in Gluon write in PTX: shared memory by address, lookup tables in it, mma.
+
+Tensors here have one element per thread, so an operation stands for one instruction of each thread,
+and a thread's place in its warp says what it holds. Gluon of triton 3.6 cannot gather from shared
+memory; by address it can be done in one instruction per element.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Waits for all threads of a program. The first is its name from triton 3.7 on."""
+
+
+@gluon.jit
+def shared_address(SIZE: gl.constexpr, threads: gl.constexpr):
+    """The address of SIZE bytes of shared memory, for each thread; the program's only ones."""
+    zero = gl.zeros([threads], gl.uint32, gl.BlockedLayout([1], [32], [threads // 32], [0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # As the only allocation it begins where the symbol of all shared memory points to.
+    memory = gl.allocate_shared_memory(gl.uint32, [SIZE // 4], layout)
+    memory.slice(0, threads).store(zero)
+    barrier()
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, global_smem; add.u32 $0, $0, $1;",
+        "=&r,r",
+        [zero],
+        dtype=gl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_shared(address, value):
+    """Stores a float32 for each thread."""
+    gl.inline_asm_elementwise(
+        "st.shared.f32 [$1], $2; mov.u32 $0, $1;",
+        "=r,r,f",
+        [address, value],
+        dtype=gl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared(address):
+    """Loads a float32 for each thread."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_entries(address, upper, lower, LINE: gl.constexpr):
+    """Stores two neighbouring entries of two tables, LINE bytes apart.
+
+    `upper` and `lower` are words of two float16 entries each. A stored word has one entry of both
+    tables as bfloat16, that of `upper` in its low half.
+    """
+    next_entry: gl.constexpr = "[$1 + 128]" if LINE == 128 else "[$1 + 32]"
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b, c, d;
+        .reg .f32 fa, fb, fc, fd;
+        .reg .b32 x, y;
+        mov.b32 {a, b}, $2;
+        mov.b32 {c, d}, $3;
+        cvt.f32.f16 fa, a;
+        cvt.f32.f16 fb, b;
+        cvt.f32.f16 fc, c;
+        cvt.f32.f16 fd, d;
+        cvt.rn.bf16x2.f32 x, fc, fa;
+        cvt.rn.bf16x2.f32 y, fd, fb;
+        st.shared.b32 [$1], x;
+        st.shared.b32 """
+        + next_entry
+        + """, y;
+        mov.u32 $0, $1;
+        }""",
+        "=r,r,r,r",
+        [address, upper, lower],
+        dtype=gl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# One instruction turns a byte of a word into an address: the dot product of the word's bytes with
+# a byte that is 1 in the entry size, plus the address of the table (dp4a runs beside the integer
+# units, which are the busy ones).
+_LOOK_UP = """{
+        .reg .b32 p<8>, v<8>;
+        dp4a.u32.u32 p0, $4, 0x000000@@, $6;
+        dp4a.u32.u32 p1, $4, 0x0000@@00, $6;
+        dp4a.u32.u32 p2, $4, 0x00@@0000, $6;
+        dp4a.u32.u32 p3, $4, 0x@@000000, $6;
+        dp4a.u32.u32 p4, $5, 0x000000@@, $6;
+        dp4a.u32.u32 p5, $5, 0x0000@@00, $6;
+        dp4a.u32.u32 p6, $5, 0x00@@0000, $6;
+        dp4a.u32.u32 p7, $5, 0x@@000000, $6;
+        ld.shared.b32 v0, [p0];
+        ld.shared.b32 v1, [p1];
+        ld.shared.b32 v2, [p2];
+        ld.shared.b32 v3, [p3];
+        ld.shared.b32 v4, [p4];
+        ld.shared.b32 v5, [p5];
+        ld.shared.b32 v6, [p6];
+        ld.shared.b32 v7, [p7];
+        prmt.b32 $0, v0, v1, 0x5410;
+        prmt.b32 $1, v4, v5, 0x7632;
+        prmt.b32 $2, v2, v3, 0x5410;
+        prmt.b32 $3, v6, v7, 0x7632;
+        }"""
+_LOOK_UP_128 = gl.constexpr(_LOOK_UP.replace("@@", "80"))
+_LOOK_UP_32 = gl.constexpr(_LOOK_UP.replace("@@", "20"))
+
+
+@gluon.jit
+def look_up(upper, lower, table, LINE: gl.constexpr):
+    """The weights of four codes of two rows, as a fragment of the first factor of `mma`.
+
+    `upper` and `lower`: the codes as bytes, of row g and of row g + 8, where g is the thread's
+    place in its warp // 4. `table`: the address of entry 0 for this thread, see `store_entries`.
+    """
+    text: gl.constexpr = _LOOK_UP_128 if LINE == 128 else _LOOK_UP_32
+    return gl.inline_asm_elementwise(
+        text,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [upper, lower, table],
+        dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pick_pair(first, second, HALF: gl.constexpr):
+    """The low halves (HALF 0) or the high halves of two words, as one word."""
+    text: gl.constexpr = (
+        "prmt.b32 $0, $1, $2, 0x5410;" if HALF == 0 else "prmt.b32 $0, $1, $2, 0x7632;"
+    )
+    return gl.inline_asm_elementwise(
+        text, "=r,r,r", [first, second], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """c + a b of a warp: a is 16 x 16, b 16 x 8, of bfloat16; c is 16 x 8, of float32.
+
+    Of a thread at place 4 g + i: a0 and a1 are columns 2 i and 2 i + 1 of rows g and g + 8, a2 and
+    a3 those 8 columns further; b0 and b1 the same of column g of b; c0 and c1 columns 2 i and
+    2 i + 1 of row g, c2 and c3 of row g + 8 (PTX ISA, mma.m16n8k16).
+    """
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
