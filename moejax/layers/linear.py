@@ -4,7 +4,8 @@ Weights are stored `[out, in]`, as in Hugging Face checkpoints. Modules are made
 leading axes under which a segment's layers are stacked; a scan takes them off again.
 """
 
-from typing import Literal
+from types import EllipsisType
+from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -46,8 +47,23 @@ def precision_of(x: Float[Array, "..."]) -> lax.Precision:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """A matrix that is not an array, and knows how to multiply."""
+
+    def product(
+        self, x: Float[Array, "tokens k"], bias: Float[Array, " m"] | None
+    ) -> Float[Array, "tokens m"]:
+        """x times the transpose of the matrix, plus a bias, in the dtype of x."""
+        ...
+
+    def __getitem__(self, at: EllipsisType) -> "StoredMatrix":
+        """Itself: a parameter gives its value so."""
+        ...
+
+
 class Linear(nnx.Module):
-    """x W^T (+ b)."""
+    """x W^T (+ b). The weight may be a StoredMatrix."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool = False, stack: Stack = (), dtype: str
@@ -56,9 +72,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((*stack, outputs), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*n k"]) -> Float[Array, "*n m"]:
+        weight = self.weight[...]
+        if isinstance(weight, StoredMatrix):
+            return weight.product(x, None if self.bias is None else self.bias[...])
         if self.bias is None:
-            return product(x, self.weight[...])
-        return product_with_bias(x, self.weight[...], self.bias[...])
+            return product(x, weight)
+        return product_with_bias(x, weight, self.bias[...])
 
 
 def unit_rms(x: Float[Array, "*n size"], epsilon: float) -> Float[Array, "*n size"]:

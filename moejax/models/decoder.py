@@ -52,11 +52,10 @@ class Memory(Protocol):
         """For each kind of the segment's period, its layers' inputs, stacked over the repeats."""
         ...
 
-    def linears(
-        self, carry: Any, segment: int, index: int, layer: Any
-    ) -> dict[str, Float[Array, "rows columns"]]:
+    def linears(self, carry: Any, segment: int, index: int, layer: Any) -> dict[str, Any]:
         """The matrices of a layer that are not among the decoder's weights, by their names in it.
 
+        Each is an array [rows, columns], or a StoredMatrix that reads the memory when it is used.
         `segment` and `index` say which block of which period the layer is of.
         """
         ...
@@ -207,10 +206,11 @@ class Decoder(nnx.Module):
                     for index, layer in enumerate(layers)
                     for name, weight in memory.linears(carry, number, index, layer).items()
                 }
-                if elsewhere:
+                arrays = {n: w for n, w in elsewhere.items() if isinstance(w, jax.Array)}
+                if arrays:
                     # They are read before the carry changes: else XLA may copy it.
-                    carry, elsewhere = lax.optimization_barrier((carry, elsewhere))
-                found = inputs[0] | elsewhere
+                    carry, arrays = lax.optimization_barrier((carry, arrays))
+                found = inputs[0] | elsewhere | arrays
                 weights = nest_params({name: found[name] for name in names})
                 for block, layer in zip(nnx.merge(graph, nnx.State(weights)), layers, strict=True):
                     x, carry = block(x, carry, layer, memory)

@@ -12,8 +12,9 @@ from moejax.arena.control import Field, Flag, Header, Layout, unpack
 from moejax.arena.geometry import Geometry
 from moejax.arena.state import ArenaState, apply_edits
 from moejax.config import ModelConfig
+from moejax.models.batch import Batch, make_batch
 from moejax.models.decoder import Decoder, Params, bind
-from moejax.models.paged import Batch, PagedMemory, make_batch, make_plans
+from moejax.models.paged import make_memory
 from moejax.pallas.dispatch import REFERENCE, Kernels
 from moejax.sampling import Logprobs, SamplingRows, choose, logprobs_of, no_logprobs
 
@@ -66,12 +67,9 @@ def step(
     state = apply_edits(state, control)
     batch = make_batch(control, state.last_tokens)
     decoder = bind(config, geometry.dtype, params)
-    sizes = bucket.prefill_rows, bucket.max_query
-    plans = {}
-    if kernels.attention != "reference":
-        # Once for all layers: each small operation would be a launch in each of them.
-        plans = make_plans(config, geometry, state, batch, *sizes)
-    memory = PagedMemory(config, geometry, state, batch, *sizes, kernels, plans)
+    memory = make_memory(
+        config, geometry, state, batch, bucket.prefill_rows, bucket.max_query, kernels
+    )
     hidden, pages = decoder(batch.tokens, memory)
 
     fields = control["rows"]

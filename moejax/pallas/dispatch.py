@@ -7,7 +7,9 @@ import math
 import pathlib
 from typing import Literal
 
-from jaxtyping import Array, Bool, Float, Int32
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from moejax.arena.experts import ExpertBias, Paged
 from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
@@ -15,8 +17,8 @@ from moejax.arena.geometry import Runs
 from moejax.config import Activation
 from moejax.errors import ConfigError
 from moejax.pallas.bridge import find_obstacle
-from moejax.pallas.portable import run_experts_portable
-from moejax.pallas.product import Tiling, run_experts_paged
+from moejax.pallas.portable import linear_portable, run_experts_portable
+from moejax.pallas.product import Tiling, product, run_experts_paged, to_fragments
 
 Products = Literal["reference", "triton", "gluon"]
 CHOICES = ("auto", "reference", "triton", "gluon")
@@ -46,6 +48,18 @@ class Kernels:
 
 REFERENCE = Kernels()
 """Plain jax.numpy everywhere."""
+
+
+def find_kernels(dtype: str, wanted: str = "auto") -> Kernels:
+    """The kernels of an engine on the first device of this process. Raises ConfigError."""
+    device = jax.devices()[0]
+    return choose_kernels(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        capability=round(10 * float(getattr(device, "compute_capability", 0))),
+        dtype=dtype,
+        wanted=wanted,
+    )
 
 
 def choose_kernels(
@@ -130,6 +144,44 @@ def run_experts(
         activation=activation,
         weights_input=weights_input,
         bias=bias,
+    )
+
+
+def run_linear(
+    x: Float[Array, "tokens columns"],
+    bias: Float[Array, " rows"] | None,
+    pages: UInt32[Array, "pages words"],
+    host: UInt32[Array, "host_pages words"] | None,
+    slots: Int32[Array, " slots"],
+    width: Int32[Array, ""],
+    runs: Runs,
+    kernels: Kernels,
+) -> Float[Array, "tokens rows"]:
+    """x times the transpose of a matrix in pages, plus a bias, in the dtype of x."""
+    tokens = len(x)
+    if kernels.products == "triton":
+        y = linear_portable(x, pages, host, slots, width, runs)
+        return y if bias is None else y + bias[None, :]
+    size = tile_tokens(tokens, 1, 1)
+    tuned = tuned_tilings(kernels.device_kind)
+    tiling = tuned.get(tuning_key(1, runs, size, 1)) or default_tiling(1, runs, size, 1, tokens)
+    first = jnp.arange(ceil_div(tokens, size), dtype=jnp.int32) * size
+    zero = jnp.zeros_like(first)
+    tiles = jnp.stack(
+        [zero, first, jnp.minimum(size, tokens - first), zero + width, zero + width, *[zero] * 3],
+        axis=1,
+    )
+    padded = jnp.pad(x, ((0, len(first) * size - tokens), (0, 0)))
+    both = jnp.broadcast_to(width, (1, 2))
+    one = Paged(pages, host, slots[None], slots[None], both, runs, runs)
+    return product(
+        to_fragments(padded.reshape(len(first), size, -1)),
+        tiles,
+        one,
+        1,
+        tiling,
+        bias=None if bias is None else bias[None],
+        places=tokens,
     )
 
 

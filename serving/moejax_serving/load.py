@@ -16,7 +16,7 @@ from moejax.checkpoint import Checkpoint
 from moejax.config import ModelConfig
 from moejax.errors import CapacityError, ConfigError
 from moejax.models.decoder import abstract_params, flatten_params, params_bytes
-from moejax.pallas.dispatch import Kernels, choose_kernels
+from moejax.pallas.dispatch import find_kernels
 from moejax_serving.admission import ServedModel
 from moejax_serving.batch import Buckets, make_buckets
 from moejax_serving.compiles import keep_programs
@@ -184,19 +184,6 @@ def build_engine(
         metrics.set_startup_phase("compile", seconds)
         logger.info("compiled %d programs in %.1f s", count, seconds)
     return engine
-
-
-def find_kernels(dtype: str, wanted: str = "auto") -> Kernels:
-    """The kernels for the first device of this process. Raises ConfigError."""
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "0"))
-    return choose_kernels(
-        platform=device.platform,
-        device_kind=device.device_kind,
-        capability=round(10 * float(capability)),
-        dtype=dtype,
-        wanted=wanted,
-    )
 
 
 def _cache_root(checkpoint: Checkpoint, geometry: Geometry) -> bytes:

@@ -1,4 +1,7 @@
-"""Small models with random weights, and an arena that runs them step by step."""
+"""Small models with random weights, and an arena that runs them step by step.
+
+On a GPU by its kernels: the same tests then say that these give what a whole pass gives.
+"""
 
 import copy
 import dataclasses
@@ -19,9 +22,11 @@ from moejax.arena.widths import uniform
 from moejax.config import DENSE_WIDTH, ModelConfig
 from moejax.layers.experts import Stacked
 from moejax.models import whole
+from moejax.models.batch import make_batch
 from moejax.models.decoder import Params, abstract_params, bind
-from moejax.models.paged import PagedMemory, make_batch
+from moejax.models.paged import make_memory
 from moejax.models.step import COMPILER_OPTIONS, Bucket, StepOutput, step
+from moejax.pallas.dispatch import REFERENCE, Kernels, find_kernels
 
 # Pages hold 8 tokens of 96 bytes, or an atom.
 PAGE_BYTES = 1024
@@ -139,7 +144,13 @@ def program(bucket: Bucket, name: str, dtype: str) -> Any:
     """A jitted step; the state is donated, as the engine does."""
     model = make_model(name, dtype)
     return jax.jit(
-        partial(step, config=model.config, geometry=model.geometry, bucket=bucket),
+        partial(
+            step,
+            config=model.config,
+            geometry=model.geometry,
+            bucket=bucket,
+            kernels=find_kernels(dtype),
+        ),
         donate_argnums=1,
         compiler_options=COMPILER_OPTIONS | QUICK,
     )
@@ -153,20 +164,29 @@ def forward(
     config: ModelConfig,
     geometry: Geometry,
     bucket: Bucket,
+    kernels: Kernels = REFERENCE,
 ) -> tuple[ArenaState, jax.Array]:
     """A step without its sampling, which takes half of the time to compile: all tokens' logits."""
     control = unpack(array, bucket.layout)
     state = apply_edits(state, control)
     batch = make_batch(control, state.last_tokens)
     decoder = bind(config, geometry.dtype, params)
-    memory = PagedMemory(config, geometry, state, batch, bucket.prefill_rows, bucket.max_query)
+    memory = make_memory(
+        config, geometry, state, batch, bucket.prefill_rows, bucket.max_query, kernels
+    )
     hidden, pages = decoder(batch.tokens, memory)
     return dataclasses.replace(state, pages=pages[None]), decoder.logits(hidden)
 
 
 def jit_forward(model: Model, bucket: Bucket) -> Any:
     return jax.jit(
-        partial(forward, config=model.config, geometry=model.geometry, bucket=bucket),
+        partial(
+            forward,
+            config=model.config,
+            geometry=model.geometry,
+            bucket=bucket,
+            kernels=find_kernels(model.dtype),
+        ),
         donate_argnums=1,
         compiler_options=QUICK,
     )

@@ -22,7 +22,7 @@ from models.small_model import (
 )
 from moejax.arena import format
 from moejax.arena.control import Control, Layout, pack
-from moejax.models import paged
+from moejax.models import paged_attention
 from moejax.models.step import Bucket, StepOutput
 
 TOLERANCE = 1e-4
@@ -370,7 +370,7 @@ def test_the_size_of_a_tile_of_keys_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, key_tile: int
 ) -> None:
     """One block, some that do not divide the table, more than there are."""
-    monkeypatch.setattr(paged, "KEY_TILE", key_tile)
+    monkeypatch.setattr(paged_attention, "KEY_TILE", key_tile)
     tokens = random_tokens(77)
     arena = Arena()
     model = make_model()

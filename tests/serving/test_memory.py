@@ -24,7 +24,7 @@ from moejax.config import (
     SharedExpert,
 )
 from moejax.errors import CapacityError
-from moejax.models.paged import KEY_TILE
+from moejax.models.paged_attention import KEY_TILE
 from moejax.models.step import Bucket
 from moejax_serving.loader import empty_state
 from moejax_serving.memory import (
