@@ -111,6 +111,31 @@ def copies(compiled: Any, min_bytes: int = 1 << 20) -> list[str]:
     return found
 
 
+def large_matrices(compiled: Any, min_bytes: int = 1 << 20) -> list[str]:
+    """Fusions in loops that write matrices of floats of at least min_bytes, as text.
+
+    In a step of few tokens these are weights that are copied before they are used.
+    """
+    text = compiled.as_text()
+    bodies = set(re.findall(r"body=%([\w.-]+)", text))
+    found = []
+    for computation in re.split(r"\n(?=%[\w.-]+ \()", text):
+        name = re.match(r"%([\w.-]+) \(", computation)
+        if name is None or name[1] not in bodies:
+            continue
+        for line in computation.splitlines():
+            match = re.match(r"\s+(?:ROOT )?%([\w.-]+) = (.*?) fusion(?:-start)?\(", line)
+            # The slice of a stack that goes into a product with it is none.
+            if match is None or match[1].startswith("dynamic_slice_fusion"):
+                continue
+            for kind, bits, shape in re.findall(r"(b?f)(\d+)\[(\d+(?:,\d+){1,2})\]", match[2]):
+                stacked = "fusion-start" in line and match[2].index(f"{kind}{bits}[{shape}]") < 3
+                size = math.prod(int(n) for n in shape.split(",")) * int(bits) // 8
+                if size >= min_bytes and not stacked:
+                    found.append(line.strip())
+    return found
+
+
 def has_remat(compiled: Any) -> bool:
     """Whether XLA computes anything twice to save memory."""
     return re.search(r"%[\w.-]*\.remat", compiled.as_text()) is not None

@@ -21,8 +21,9 @@ from moejax.sampling import Logprobs, SamplingRows, choose, logprobs_of, no_logp
 # Places whose logits exist at once when log-probabilities of a prompt are computed.
 HEAD_TILE = 64
 
-# With a large arena XLA would otherwise recompute layers, counting the donated buffer twice.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# With a large arena XLA would otherwise recompute layers, counting the donated buffer twice; and it
+# would write the weights of products with one input next to each other, in every layer of a step.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization,dot-merger"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,6 +189,12 @@ def test_on_an_h200_the_arena_stays_in_place_with_kernels(model, bucket):
     test_on_an_h200_the_arena_stays_in_place(model, bucket, KERNELS)
 
 
+@pytest.mark.parametrize("model", ["qwen1.5-moe", "mixed"])
+def test_on_an_h200_no_weights_are_copied_in_a_decode_step(model):
+    compiled, _, _ = compile_step(model, "decode 16", "h200", KERNELS)
+    assert aot.large_matrices(compiled) == []
+
+
 def test_on_a_cpu_the_arena_stays_in_place_for_codes():
     test_on_a_cpu_the_arena_stays_in_place(QUANTIZED, "decode 16")
 
