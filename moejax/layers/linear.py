@@ -38,7 +38,7 @@ def product_with_bias(
 ) -> Float[Array, "*n m"]:
     """x times the transpose of w, plus a bias: summed in float32, in the dtype of x."""
     # With the bias as its epilogue cuBLAS would get a copy of the weights, not a slice of a stack.
-    y = lax.optimization_barrier(product_float32(x, w))
+    y: Float[Array, "*n m"] = lax.optimization_barrier(product_float32(x, w))
     wide = bias.astype(jnp.float32)
     return (y + wide.reshape((1,) * (y.ndim - 1) + wide.shape)).astype(x.dtype)
 

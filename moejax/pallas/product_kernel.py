@@ -242,9 +242,7 @@ def _planes_product(
             upper1 = codes_of(upper1, BITS)
             lower1 = codes_of(lower1, BITS)
             for q in gl.static_range(4):
-                tokens = _load_tokens(
-                    x, place + (v * 4 + q) * (128 * TILES), reads, TILES, THREADS
-                )
+                tokens = _load_tokens(x, place + (v * 4 + q) * (128 * TILES), reads, TILES, THREADS)
                 for half in gl.static_range(2):
                     first = look_up(upper0[2 * q + half], lower0[2 * q + half], table0, LINE)
                     second = look_up(upper1[2 * q + half], lower1[2 * q + half], table1, LINE)
