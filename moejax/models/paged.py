@@ -25,7 +25,8 @@ from moejax.pallas.pages import write_kv
 class LayerTables(NamedTuple):
     """One layer's part of the tables."""
 
-    block_pages: Int32[Array, " kv_blocks"]
+    layer: Int32[Array, ""]
+    """Its number among those of its kind of KV."""
     gate_up_pages: Int32[Array, "experts slots"] | None
     down_pages: Int32[Array, "experts slots2"] | None
     widths: Int32[Array, "experts 2"] | None
@@ -76,9 +77,7 @@ class PagedMemory:
                 for n, place in enumerate(places)
                 if (place.segment, place.index) == (segment, index)
             ]
-            kind, _ = self.geometry.place_of(numbers[0])
             within = [self.geometry.place_of(n)[1] for n in numbers]
-            block_pages = self.state.block_pages[kind][0, jnp.array(within)]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
             state = self.state
             gate_up, down, widths = (
@@ -94,7 +93,7 @@ class PagedMemory:
                 for linear in self.geometry.linears
                 if linear.name.startswith(prefix)
             }
-            found.append(LayerTables(block_pages, gate_up, down, widths, linears))
+            found.append(LayerTables(jnp.array(within, jnp.int32), gate_up, down, widths, linears))
         return tuple(found)
 
     def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Experts:
@@ -138,13 +137,15 @@ class PagedMemory:
         number = self.geometry.kind_of(part)
         kind = self.geometry.kinds[number]
         tables = self.state.block_tables[number][0]
+        block_pages = self.state.block_pages[number][0]
         if self.kernels.attention != "reference":
             pages = write_kv(
                 carry,
                 qkv.k,
                 qkv.v,
-                layer.block_pages,
+                block_pages,
                 tables,
+                layer.layer,
                 batch.table_row_of,
                 batch.positions,
                 batch.valid,
@@ -154,8 +155,9 @@ class PagedMemory:
             return pages, attend_paged(
                 qkv.q,
                 pages,
-                layer.block_pages,
+                block_pages,
                 tables,
+                layer.layer,
                 qkv.sinks,
                 plan=self.plans[part],
                 part=part,
@@ -164,12 +166,12 @@ class PagedMemory:
         block = jnp.minimum(batch.positions // kind.block_size, tables.shape[1] - 1)
         pages = write_tokens(
             carry,
-            layer.block_pages[tables[batch.table_row_of, block]],
+            block_pages[layer.layer, tables[batch.table_row_of, block]],
             batch.positions % kind.block_size,
             values_to_words(join_kv(qkv)),
             batch.valid,
         )
-        view = View(pages, layer.block_pages, tables, kind, part, self.geometry.dtype)
+        view = View(pages, block_pages, layer.layer, tables, kind, part, self.geometry.dtype)
         # Results take the place of the queries where they have their shape.
         o = qkv.q[..., : value_size(part)]
         if self.prefill_rows:

@@ -34,7 +34,8 @@ class View(NamedTuple):
     """The cache of one layer, and how to read it."""
 
     pages: UInt32[Array, "pages words"]
-    block_pages: Int32[Array, " kv_blocks"]
+    block_pages: Int32[Array, "layers kv_blocks"]
+    layer: Int32[Array, ""]
     block_tables: Int32[Array, "table_rows blocks"]
     kind: KvKind
     part: AnyAttention
@@ -50,7 +51,10 @@ class View(NamedTuple):
         at = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
         blocks = self.block_tables.at[rows[:, None], at].get(mode="fill", fill_value=0)
         words = read_tokens(
-            self.pages, self.block_pages[blocks], self.kind.block_size, self.kind.token_words
+            self.pages,
+            self.block_pages[self.layer, blocks],
+            self.kind.block_size,
+            self.kind.token_words,
         )
         return split_kv(words_to_values(words, self.dtype), self.part)
 

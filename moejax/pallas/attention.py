@@ -123,8 +123,9 @@ def _tiles(
 def attend_paged(
     q: Float[Array, "tokens heads size"],
     pages: UInt32[Array, "pages words"],
-    block_pages: Int32[Array, " kv_blocks"],
+    block_pages: Int32[Array, "layers kv_blocks"],
     block_tables: Int32[Array, "table_rows blocks"],
+    layer: Int32[Array, ""],
     sinks: Float[Array, " heads"] | None = None,
     *,
     plan: Plan,
@@ -133,6 +134,7 @@ def attend_paged(
 ) -> Float[Array, "tokens heads size2"]:
     """Attention of a step's queries over keys and values in pages, the step's own among them.
 
+    `layer`: its row of `block_pages`; XLA would copy a slice of the table for every layer.
     In bfloat16 and float32. Raises NotImplementedError for what the kernels cannot do, ValueError
     where shapes contradict the plan or `part`.
     """
@@ -140,7 +142,7 @@ def attend_paged(
     if q.shape != (plan.tokens, shape.heads, shape.size):
         raise ValueError(f"queries of {q.shape} are not {plan.tokens} tokens of {shape}")
     call = functools.partial(
-        _attend, (q, pages, block_pages, block_tables), sinks, shape, part, block_size
+        _attend, (q, pages, block_pages, block_tables, layer[None]), sinks, shape, part, block_size
     )
     if plan.decode is None:
         if plan.ragged is None:
@@ -161,7 +163,7 @@ def _attend(
     launch: Launch,
 ) -> Float[Array, "places heads size"]:
     """One launch of programs, and that which combines what they found."""
-    q, pages, _, block_tables = arrays
+    q, pages, block_pages, block_tables, _ = arrays
     tiling, number = launch.tiling, len(launch.items)
     itemsize = itemsize_of(q.dtype)
     token_values, page_values = part.cached_values, pages.shape[1] * 4 // itemsize
@@ -212,6 +214,7 @@ def _attend(
         TOKEN_VALUES=token_values,
         BLOCK_SIZE=block_size,
         TABLE_BLOCKS=block_tables.shape[1],
+        KV_BLOCKS=block_pages.shape[1],
         HAS_SINKS=sinks is not None,
         ONE_QUERY=tiling.queries == 1,
         BY_ITEM=launch.by_item,

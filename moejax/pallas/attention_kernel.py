@@ -67,8 +67,9 @@ def _store_columns(
 def attend_kernel(
     q,  # [tokens, HEADS, KEY_SIZE]
     pages,  # uint32[pages, PAGE_VALUES / values per word]
-    block_pages,  # int32[kv_blocks]
+    block_pages,  # int32[layers, KV_BLOCKS]
     block_tables,  # int32[table rows, TABLE_BLOCKS]
+    layer,  # int32[1]: of block_pages
     items,  # int32[items, 4]: first token, queries, row of the tables, position of the first query
     sinks,  # [HEADS]
     out,  # [tokens, HEADS, VALUE_SIZE], or float32[items, SPLITS, HEADS, PARTIAL]
@@ -88,6 +89,7 @@ def attend_kernel(
     TOKEN_VALUES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TABLE_BLOCKS: tl.constexpr,
+    KV_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -141,6 +143,7 @@ def attend_kernel(
     if REST > 0 and not SHARED:
         o_rest = tl.zeros([M, REST_PADDED], tl.float32)
 
+    block_pages += tl.load(layer).to(tl.int64) * KV_BLOCKS
     kv = pages.to(tl.pointer_type(q.dtype.element_ty), bitcast=True)
     v_first: tl.constexpr = 0 if SHARED else KV_HEADS * KEY_SIZE
     # Where keys lie is looked up two tiles ahead: no lookup waits for the one before it.

@@ -22,8 +22,9 @@ def write_kv(
     pages: UInt32[Array, "pages words"],
     k: Float[Array, "tokens kv_heads size"],
     v: Float[Array, "tokens kv_heads size2"] | None,
-    block_pages: Int32[Array, " kv_blocks"],
+    block_pages: Int32[Array, "layers kv_blocks"],
     block_tables: Int32[Array, "rows blocks"],
+    layer: Int32[Array, ""],
     rows: Int32[Array, " tokens"],
     positions: Int32[Array, " tokens"],
     valid: Bool[Array, " tokens"],
@@ -32,8 +33,9 @@ def write_kv(
 ) -> UInt32[Array, "pages words"]:
     """Writes the KV of a step's tokens into one layer's pages, each token to its position.
 
-    `rows`: of the tables, for each token. `v` None: what is cached is `k` alone. Left out are
-    invalid tokens, positions outside of the tables, and entries that point at no page.
+    `layer`: its row of `block_pages`. `rows`: of the tables, for each token. `v` None: what is
+    cached is `k` alone. Left out are invalid tokens, positions outside of the tables, and entries
+    that point at no page.
     """
     dtypes = {part.dtype for part in (k, v) if part is not None}
     if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
@@ -45,7 +47,7 @@ def write_kv(
         raise ValueError(f"{block_size} tokens of {values} values do not fit a page")
     if len(k) == 0:
         return pages
-    tokens = (block_pages, block_tables, rows, positions, valid)
+    tokens = (block_pages, block_tables, layer, rows, positions, valid)
     joined = with_reference(
         partial(write_kv_reference, block_size=block_size),
         partial(_write_kv, block_size=block_size),
@@ -58,8 +60,9 @@ def write_kv_reference(
     pages: UInt32[Array, "pages words"],
     k: Float[Array, "tokens kv_heads size"],
     v: Float[Array, "tokens kv_heads size2"] | None,
-    block_pages: Int32[Array, " kv_blocks"],
+    block_pages: Int32[Array, "layers kv_blocks"],
     block_tables: Int32[Array, "rows blocks"],
+    layer: Int32[Array, ""],
     rows: Int32[Array, " tokens"],
     positions: Int32[Array, " tokens"],
     valid: Bool[Array, " tokens"],
@@ -68,7 +71,7 @@ def write_kv_reference(
 ) -> UInt32[Array, "pages words"]:
     """The same in plain jax.numpy, by `write_tokens`."""
     block = _look_up(block_tables, rows, positions // block_size)
-    page_ids = _look_up(block_pages, block)
+    page_ids = _look_up(block_pages, jnp.full_like(block, layer), block)
     parts = [part.reshape(len(part), -1) for part in (k, v) if part is not None]
     words = values_to_words(jnp.concatenate(parts, axis=1))
     return write_tokens(pages, page_ids, positions % block_size, words, valid)
@@ -110,7 +113,7 @@ def move_pages(
     return found
 
 
-def _write_kv(pages, k, v, block_pages, block_tables, rows, positions, valid, *, block_size):
+def _write_kv(pages, k, v, block_pages, block_tables, layer, rows, positions, valid, *, block_size):
     from moejax.pallas.pages_kernel import write_kv_kernel
 
     k_values, v_values = _values(k), _values(v)
@@ -121,6 +124,7 @@ def _write_kv(pages, k, v, block_pages, block_tables, rows, positions, valid, *,
         k if v is None else v,
         block_pages,
         block_tables,
+        layer[None],
         rows,
         positions,
         valid,
@@ -130,7 +134,7 @@ def _write_kv(pages, k, v, block_pages, block_tables, rows, positions, valid, *,
         num_warps=4,
         PAGES=pages.shape[0],
         PAGE_VALUES=pages.shape[1] * 4 // k.dtype.itemsize,
-        KV_BLOCKS=block_pages.shape[0],
+        KV_BLOCKS=block_pages.shape[1],
         ROWS=block_tables.shape[0],
         BLOCKS=block_tables.shape[1],
         BLOCK_SIZE=block_size,

@@ -12,8 +12,9 @@ def write_kv_kernel(
     pages,  # uint32[pages, words]; written
     k,  # [tokens, K_VALUES]
     v,  # [tokens, V_VALUES]
-    block_pages,  # int32[kv_blocks]
+    block_pages,  # int32[layers, KV_BLOCKS]
     block_tables,  # int32[rows, blocks]
+    layer,  # int32[1]: of block_pages
     rows,  # int32[tokens]
     positions,  # int32[tokens]
     valid,  # bool[tokens]
@@ -45,6 +46,7 @@ def write_kv_kernel(
     keep = keep & (number < BLOCKS)
     block = tl.load(block_tables + row.to(tl.int64) * BLOCKS + number, mask=keep, other=-1)
     keep = keep & (block >= 0) & (block < KV_BLOCKS)
+    block_pages += tl.load(layer).to(tl.int64) * KV_BLOCKS
     page = tl.load(block_pages + block, mask=keep, other=0)
     keep = (page > 0) & (page < PAGES)
     out = pages.to(tl.pointer_type(k.dtype.element_ty), bitcast=True)

@@ -71,7 +71,8 @@ class Step:
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
         """Of attend_paged."""
-        return self.q, self.pages, self.block_pages, self.block_tables, self.sinks
+        layer = np.int32(1)
+        return self.q, self.pages, self.block_pages, self.block_tables, layer, self.sinks
 
     def tilings(self, **changes: Any) -> tuple[Tiling, Tiling]:
         """The chosen ones with changes to that of single queries."""
@@ -139,7 +140,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         q=rng.standard_normal((tokens, part.num_heads, size)).astype(dtype),
         sinks=sinks,
         pages=pages,
-        block_pages=block_pages,
+        block_pages=np.stack([np.zeros_like(block_pages), block_pages]),
         block_tables=block_tables.astype(np.int32),
         block_size=block_size,
         rows={"table_rows": table_rows, "starts": starts, "lengths": lengths, "cached": cached},

@@ -49,6 +49,7 @@ class Inputs(NamedTuple):
     v: np.ndarray | None
     block_pages: np.ndarray
     block_tables: np.ndarray
+    layer: np.ndarray
     rows: np.ndarray
     positions: np.ndarray
     valid: np.ndarray
@@ -85,13 +86,17 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         pages,
         values(case.size),
         values(case.value_size) if case.value_size else None,
-        *(a.astype(np.int32) for a in (block_pages, tables, row, position)),
+        np.stack([np.roll(block_pages, 1), block_pages]).astype(np.int32),
+        tables.astype(np.int32),
+        np.array(1, np.int32),
+        row.astype(np.int32),
+        position.astype(np.int32),
         valid,
     )
 
 
 def expected_kv(inputs: Inputs, block_size: int) -> np.ndarray:
-    pages = inputs.pages.copy()
+    pages, block_pages = inputs.pages.copy(), inputs.block_pages[inputs.layer]
     for token in np.flatnonzero(inputs.valid):
         row, position = inputs.rows[token], inputs.positions[token]
         parts = [part[token].reshape(-1) for part in (inputs.k, inputs.v) if part is not None]
@@ -99,7 +104,7 @@ def expected_kv(inputs: Inputs, block_size: int) -> np.ndarray:
         inside = 0 <= row < len(inputs.block_tables)
         inside = inside and position // block_size < inputs.block_tables.shape[1]
         block = inputs.block_tables[row, position // block_size] if inside else -1
-        page = inputs.block_pages[block] if 0 <= block < len(inputs.block_pages) else 0
+        page = block_pages[block] if 0 <= block < len(block_pages) else 0
         if 0 < page < len(pages):
             place = position % block_size
             pages[page, place * len(words) : (place + 1) * len(words)] = words

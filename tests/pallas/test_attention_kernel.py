@@ -77,9 +77,9 @@ INTERPRETED = {
 
 def attention_of(step: Step, tilings: tuple[Tiling, Tiling], *arrays: Any) -> jax.Array:
     """`arrays`: those of the step, then its rows."""
-    rows = dict(zip(step.rows, arrays[5:], strict=True))
+    rows = dict(zip(step.rows, arrays[6:], strict=True))
     return attend_paged(
-        *arrays[:5],
+        *arrays[:6],
         plan=step.plan(tilings, rows),
         part=step.case.part,
         block_size=step.block_size,

@@ -58,12 +58,13 @@ def test_kv_is_written_as_by_write_tokens(name: str) -> None:
     inside &= inputs.positions < blocks * case.block_size
     block = np.where(inside, inputs.positions // case.block_size, 0)
     number = np.where(inside, inputs.block_tables[np.where(inside, inputs.rows, 0), block], -1)
-    inside &= (number >= 0) & (number < len(inputs.block_pages))
+    block_pages = inputs.block_pages[inputs.layer]
+    inside &= (number >= 0) & (number < len(block_pages))
     parts = [part for part in (inputs.k, inputs.v) if part is not None]
     words = np.concatenate([part.reshape(case.tokens, -1) for part in parts], axis=1)
     wanted = state.write_tokens(
         jnp.asarray(inputs.pages),
-        jnp.asarray(inputs.block_pages[np.where(inside, number, 0)]),
+        jnp.asarray(block_pages[np.where(inside, number, 0)]),
         jnp.asarray(inputs.positions % case.block_size),
         state.values_to_words(jnp.asarray(words)),
         jnp.asarray(inputs.valid & inside),
@@ -109,11 +110,18 @@ def kv_call(case: Case) -> tuple[Call, np.ndarray]:
     call = Call(
         kernel="moejax.pallas.pages_kernel:write_kv_kernel",
         grid=case.tokens,
-        arrays=[and_one_more(pages), k, k if v is None else v, *tables, *inputs[5:]],
+        arrays=[
+            and_one_more(pages),
+            k,
+            k if v is None else v,
+            *tables,
+            inputs.layer[None],
+            *inputs[6:],
+        ],
         constants={
             "PAGES": len(pages),
             "PAGE_VALUES": case.words * 4 // case.dtype.itemsize,
-            "KV_BLOCKS": len(inputs.block_pages),
+            "KV_BLOCKS": inputs.block_pages.shape[1],
             "ROWS": inputs.block_tables.shape[0],
             "BLOCKS": inputs.block_tables.shape[1],
             "BLOCK_SIZE": case.block_size,
@@ -255,17 +263,18 @@ def test_a_scan_over_layers_copies_no_arena(case: Case) -> None:
     layers, hidden = 6, 256
     values, has_v = case.kv_heads * case.size, case.value_size > 0
 
-    def program(pages, x, weights, block_pages, *tables):
+    def program(pages, x, weights, block_pages, block_tables, *tokens):
         def layer(carry, xs):
             pages, x = carry
-            weights, block_pages = xs
+            weights, number = xs
             made = (x @ weights).reshape(len(x), -1, case.kv_heads, case.size)
             kv = (made[:, 0], made[:, 1] if has_v else None)
-            pages = write_kv(pages, *kv, block_pages, *tables, block_size=case.block_size)
-            read = pages[block_pages[:hidden], :hidden].astype(jnp.bfloat16)
+            tables = (block_pages, block_tables, number)
+            pages = write_kv(pages, *kv, *tables, *tokens, block_size=case.block_size)
+            read = pages[block_pages[number, :hidden], :hidden].astype(jnp.bfloat16)
             return (pages, x + jnp.sum(read, axis=0)[None]), None
 
-        return lax.scan(layer, (pages, x), (weights, block_pages))[0]
+        return lax.scan(layer, (pages, x), (weights, jnp.arange(layers, dtype=jnp.int32)))[0]
 
     shape = jax.ShapeDtypeStruct
     arguments = (
