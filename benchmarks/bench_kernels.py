@@ -13,7 +13,6 @@ import argparse
 import functools
 import itertools
 import json
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -24,15 +23,14 @@ from device_times import kernel_times
 from published import names, published_config
 from stamp import record, stamp
 
-import moejax.pallas.dispatch
 from moejax.arena.experts import Paged
 from moejax.arena.format import POISON_WORD, ceil_div
 from moejax.arena.geometry import Runs, choose_geometry
 from moejax.arena.state import read_linear
 from moejax.config import Quantization
 from moejax.layers.mlp import activate
-from moejax.pallas.dispatch import default_tiling, tuned_tilings, tuning_key
 from moejax.pallas.product import Tiling, product, to_fragments
+from moejax.pallas.tuning import TUNED, choose_tiling, tuned_tilings, tuning_key
 
 TILINGS = tuple(
     (rows, k) for rows, k in itertools.product((2, 4), (1, 2, 4)) if rows * k in (2, 4, 8, 16)
@@ -172,9 +170,8 @@ def tune(layer: Layer, which: int, tokens: int, size: int) -> None:
         found[tiling] = time_of(layer, which, tokens, tiling)[0]
         print(f"  {key}: {row_warps} x {k_warps} warps {found[tiling]:.1f} us", flush=True)
     best = min(found, key=found.__getitem__)
-    path = pathlib.Path(moejax.pallas.dispatch.__file__).parent / "tuned"
-    path.mkdir(exist_ok=True)
-    path = path / f"{kind.replace(' ', '_')}.json"
+    TUNED.mkdir(exist_ok=True)
+    path = TUNED / f"{kind.replace(' ', '_')}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     known[key] = [best.tokens, best.row_warps, best.k_warps]
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
@@ -207,9 +204,8 @@ def main() -> None:
                 size = min(LARGEST_TILE, max(8, 1 << (tokens - 1).bit_length()))
                 if args.tune and bits == 4:
                     tune(layer, which, tokens, size)
-                key = tuning_key(which, runs, size, experts)
-                tiling = tuned_tilings(jax.devices()[0].device_kind).get(key)
-                tiling = tiling or default_tiling(which, runs, size, experts, experts * tokens)
+                kind = jax.devices()[0].device_kind
+                tiling = choose_tiling(which, runs, size, experts, experts * tokens, kind)
                 rows = of.parts * of.rows
                 if (which, tokens) not in dense:
                     dense[which, tokens] = dense_microseconds(experts, rows, of.columns, tokens)

@@ -1,10 +1,6 @@
 """Which kernels a program runs: the one place that decides, by device, dtype and shape."""
 
 import dataclasses
-import functools
-import json
-import math
-import pathlib
 from typing import Literal
 
 import jax
@@ -12,23 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from moejax.arena.experts import ExpertBias, Paged
-from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
+from moejax.arena.format import ceil_div
 from moejax.arena.geometry import Runs
 from moejax.config import Activation
 from moejax.errors import ConfigError
 from moejax.pallas.bridge import find_obstacle
 from moejax.pallas.portable import linear_portable, run_experts_portable
-from moejax.pallas.product import Tiling, product, run_experts_paged, to_fragments
+from moejax.pallas.product import product, run_experts_paged, to_fragments
+from moejax.pallas.tuning import choose_tiling, choose_tilings, tile_tokens
 
 Products = Literal["reference", "triton", "gluon"]
 CHOICES = ("auto", "reference", "triton", "gluon")
 """What a user may ask for."""
 
-_TUNED = pathlib.Path(__file__).parent / "tuned"
 _LEAST_CAPABILITY = 80
-_LARGEST_TILE = 32
-# Enough programs for each multiprocessor of the largest GPUs to have two.
-_ENOUGH_PROGRAMS = 264
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +156,7 @@ def run_linear(
         y = linear_portable(x, pages, host, slots, width, runs)
         return y if bias is None else y + bias[None, :]
     size = tile_tokens(tokens, 1, 1)
-    tuned = tuned_tilings(kernels.device_kind)
-    tiling = tuned.get(tuning_key(1, runs, size, 1)) or default_tiling(1, runs, size, 1, tokens)
+    tiling = choose_tiling(1, runs, size, 1, tokens, kernels.device_kind)
     first = jnp.arange(ceil_div(tokens, size), dtype=jnp.int32) * size
     zero = jnp.zeros_like(first)
     tiles = jnp.stack(
@@ -183,63 +175,3 @@ def run_linear(
         bias=None if bias is None else bias[None],
         places=tokens,
     )
-
-
-def choose_tilings(
-    tokens: int, k: int, num_experts: int, runs: tuple[Runs, Runs], device_kind: str
-) -> tuple[Tiling, Tiling]:
-    """How the products of gate_up and of down are cut: as measured, or by a rule.
-
-    Both have tiles of the same number of tokens.
-    """
-    tuned = tuned_tilings(device_kind)
-    size = tile_tokens(tokens, k, num_experts)
-    found = []
-    for which, of in enumerate(runs):
-        key = tuning_key(which, of, size, min(num_experts, tokens * k))
-        found.append(tuned.get(key) or default_tiling(which, of, size, num_experts, tokens * k))
-    return found[0], found[1]
-
-
-def tile_tokens(tokens: int, k: int, num_experts: int) -> int:
-    """Tokens of a tile: a power of two that holds what an expert with tokens has on average."""
-    share = tokens * k / num_experts
-    # Of experts that have any, if each slot went to a random one.
-    mean = share / -math.expm1(-share)
-    size = 8
-    while size < min(1.25 * mean, _LARGEST_TILE):
-        size *= 2
-    return size
-
-
-def tuning_key(which: int, runs: Runs, size: int, most_experts: int) -> str:
-    """What a tiling is stored under: shape, tokens of a tile, experts with tokens in powers of two.
-
-    Widths are data, so they are no part of it.
-    """
-    name = ("gate_up", "down")[which]
-    experts = 1 << (most_experts - 1).bit_length()
-    return f"{name} {runs.shape.rows}x{runs.shape.columns} tokens {size} experts {experts}"
-
-
-def default_tiling(which: int, runs: Runs, size: int, num_experts: int, slots: int) -> Tiling:
-    """A tiling for a shape that was not measured."""
-    blocks = ceil_div(pad_to(runs.shape.rows, ATOM_ROWS), 64 if which == 0 else 128)
-    programs = blocks * min(num_experts, slots)
-    k_warps = 1
-    while k_warps < 4 and programs * k_warps < _ENOUGH_PROGRAMS:
-        k_warps *= 2
-    return Tiling(tokens=size, row_warps=4, k_warps=k_warps)
-
-
-@functools.cache
-def tuned_tilings(device_kind: str) -> dict[str, Tiling]:
-    """Measured tilings of a kind of device; empty where none were."""
-    path = _TUNED / f"{device_kind.replace(' ', '_')}.json"
-    if not path.is_file():
-        return {}
-    read = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        key: Tiling(tokens=tokens, row_warps=row_warps, k_warps=k_warps)
-        for key, (tokens, row_warps, k_warps) in read.items()
-    }
