@@ -163,3 +163,21 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def multiply(acc, upper, lower, tokens, HALF: gl.constexpr, TILES: gl.constexpr):
+    """Adds a step's products: of fragments of both blocks of rows with 8 tokens at a time."""
+    added = ()
+    for n in gl.static_range(TILES):
+        b0 = tokens[4 * n + 2 * HALF]
+        b1 = tokens[4 * n + 2 * HALF + 1]
+        added = added + mma(
+            upper[0], upper[1], upper[2], upper[3], b0, b1,
+            acc[8 * n], acc[8 * n + 1], acc[8 * n + 2], acc[8 * n + 3],
+        )  # fmt: skip
+        added = added + mma(
+            lower[0], lower[1], lower[2], lower[3], b0, b1,
+            acc[8 * n + 4], acc[8 * n + 5], acc[8 * n + 6], acc[8 * n + 7],
+        )  # fmt: skip
+    return added

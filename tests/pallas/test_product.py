@@ -8,8 +8,9 @@ import pytest
 import aot
 from moejax.arena.experts import Paged
 from moejax.config import ClampedSwiglu, Quantization
+from moejax.pallas.dispatch import Kernels, run_linear
 from moejax.pallas.product import Tiling, fragment_size, run_experts_paged, to_fragments
-from pallas.paged_experts import Case, Experts, expected, make_experts, relative_error
+from pallas.paged_experts import BFLOAT16, Case, Experts, expected, make_experts, relative_error
 
 # Of outputs: products of bfloat16, rounded three times on the way.
 TOLERANCE = 6e-3
@@ -112,6 +113,30 @@ def test_a_width_that_is_not_stored_gives_nan_to_its_tokens_only(activation) -> 
     assert 0 < lost.sum() < experts.valid.sum()
     assert np.isnan(found[lost]).all()
     assert relative_error(found[~lost], wanted[~lost]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("products", ["gluon", "triton"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_other_linears_at_any_width(tokens: int, products: str) -> None:
+    """Projections of attention and shared experts: one matrix for all tokens, with a bias."""
+    experts = make_experts(Case(hidden=192, width=328))
+    paged, rng = experts.on_device(), np.random.default_rng(1)
+    x = rng.standard_normal((tokens, 328)).astype(BFLOAT16)
+    bias = rng.standard_normal(192).astype(BFLOAT16)
+    kernels = Kernels(products=products)
+
+    @jax.jit
+    def program(pages, slots, width, x, bias):
+        return run_linear(x, bias, pages, None, slots, width, experts.runs[1], kernels)
+
+    for e, (_, width) in enumerate(experts.widths.tolist()):
+        found = program(
+            paged.pages, paged.down_pages[e], jnp.int32(width), jnp.asarray(x), jnp.asarray(bias)
+        )
+        (weights,) = experts.coded[e][1].weights(width, "bfloat16").astype(np.float64)
+        wanted = x.astype(np.float64) @ weights.T + bias.astype(np.float64)
+        assert relative_error(np.asarray(found), wanted) < TOLERANCE
 
 
 def test_fragments_hold_what_threads_multiply() -> None:

@@ -1,0 +1,94 @@
+"""The product with rows of bfloat16, in Gluon: see `product_kernel`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moejax.pallas.page_reads import atom_at, load_4, load_tokens
+from moejax.pallas.ptx import multiply, pick_pair
+
+
+@gluon.jit
+def _load_dense(
+    pages, host, slots, atom, within, columns_left,
+    PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
+):  # fmt: skip
+    """Of four neighbouring atoms 8 columns of row g and of row g + 8: a tuple of 32 words."""
+    found = ()
+    for e in gl.static_range(4):
+        used = columns_left > e
+        at = atom_at(pages, host, slots, atom + e, used, PAGE_WORDS, HAS_HOST) + within
+        found = found + load_4(at, used, THREADS) + load_4(at + 32, used, THREADS)
+    return found
+
+
+@gluon.jit
+def _dense_fragment(words, STEP: gl.constexpr):
+    """The fragment of step STEP of 8, of what `_load_dense` gives."""
+    w: gl.constexpr = STEP // 2
+    half: gl.constexpr = STEP % 2
+    return (
+        pick_pair(words[w], words[8 + w], half),
+        pick_pair(words[4 + w], words[12 + w], half),
+        pick_pair(words[16 + w], words[24 + w], half),
+        pick_pair(words[20 + w], words[28 + w], half),
+    )
+
+
+@gluon.jit
+def dense_product(
+    acc, pages, host, slots, x, used_tokens, tid, row0, row1,
+    PAGE_WORDS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
+    ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
+    """As `planes_product`, of rows of bfloat16."""
+    THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
+    ATOMS: gl.constexpr = (COLUMNS + 7) // 8
+    STEPS: gl.constexpr = (COLUMNS + 255) // 256
+    warp = tid // 32
+    k_warp = warp // ROW_WARPS
+    row_warp = warp % ROW_WARPS
+    lane = tid % 32
+    i = lane % 4
+    offset = row_warp * 16 + lane // 4
+    within0 = (row0 % 64 + offset) * 4
+    within1 = (row1 % 64 + offset) * 4
+    # Half steps of 128 columns: 32 of each thread.
+    atom = k_warp * 32 + i * 8
+    first0 = _load_dense(
+        pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
+        PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    first1 = _load_dense(
+        pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
+        PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    step = k_warp
+    v = 0
+    for _ in range(2 * ((STEPS + K_WARPS - 1) // K_WARPS)):
+        step_after = step + v * K_WARPS
+        v_after = 1 - v
+        atom = step_after * 32 + i * 8 + v_after * 4
+        next0 = _load_dense(
+            pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
+            PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        next1 = _load_dense(
+            pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
+            PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        in_columns = step * 4 + i < (COLUMNS + 63) // 64
+        reads = ()
+        for n in gl.static_range(TILES):
+            reads = reads + (used_tokens[n] & in_columns,)
+        place = step * (1024 * TILES) + v * (512 * TILES) + lane * 4
+        for q in gl.static_range(4):
+            tokens = load_tokens(x, place + q * (128 * TILES), reads, TILES, THREADS)
+            for half in gl.static_range(2):
+                upper = _dense_fragment(first0, 2 * q + half)
+                lower = _dense_fragment(first1, 2 * q + half)
+                acc = multiply(acc, upper, lower, tokens, half, TILES)
+        first0 = next0
+        first1 = next1
+        step = step_after
+        v = v_after
+    return acc

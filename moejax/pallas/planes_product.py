@@ -1,0 +1,158 @@
+"""The product with bit-planes of one width, in Gluon: see `product_kernel`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from moejax.pallas.bit_words import codes_of
+from moejax.pallas.page_reads import atom_at, load_2, load_4, load_tokens, page_at
+from moejax.pallas.ptx import barrier, look_up, multiply, store_entries
+
+
+@gluon.jit
+def _load_planes(
+    pages, host, slots, atom, within, used,
+    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
+    HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
+):  # fmt: skip
+    """Of each plane two words of row g and two of row g + 8: a tuple of 4 * BITS."""
+    found = ()
+    for plane in gl.static_range(BITS):
+        of_plane = slots + plane * PLANE_PAGES
+        at = atom_at(pages, host, of_plane, atom, used, PAGE_WORDS, HAS_HOST) + within
+        found = found + load_2(at, used, THREADS) + load_2(at + 32, used, THREADS)
+    return found
+
+
+@gluon.jit
+def _fill_table(
+    pages, host, slots, row, i, address,
+    BITS: gl.constexpr, LINE: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
+    PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
+):  # fmt: skip
+    """Brings the tables of rows `row` and `row` + 8 to shared memory.
+
+    With lines of 128 bytes each thread has a copy of its own, with 32 the four of a row share it.
+    """
+    WORDS: gl.constexpr = (1 << BITS) // 2
+    always = row >= 0
+    upper = (row // ROWS_PER_TABLE) * WORDS
+    lower = ((row + 8) // ROWS_PER_TABLE) * WORDS
+    upper_id = gl.load(slots + upper // PAGE_WORDS)
+    lower_id = gl.load(slots + lower // PAGE_WORDS)
+    upper_at = page_at(pages, host, upper_id, PAGE_WORDS, HAS_HOST) + upper % PAGE_WORDS
+    lower_at = page_at(pages, host, lower_id, PAGE_WORDS, HAS_HOST) + lower % PAGE_WORDS
+    if BITS == 2:
+        u0, u1 = load_2(upper_at, always, THREADS)
+        l0, l1 = load_2(lower_at, always, THREADS)
+        store_entries(address, u0, l0, LINE)
+        store_entries(address + 2 * LINE, u1, l1, LINE)
+    else:
+        SHARE: gl.constexpr = 1 if LINE == 128 else 4
+        if SHARE == 4:
+            upper_at += i * 4
+            lower_at += i * 4
+            address += (i * (8 * LINE)).to(gl.uint32)
+        for _ in range(WORDS // (4 * SHARE)):
+            u0, u1, u2, u3 = load_4(upper_at, always, THREADS)
+            l0, l1, l2, l3 = load_4(lower_at, always, THREADS)
+            store_entries(address, u0, l0, LINE)
+            store_entries(address + 2 * LINE, u1, l1, LINE)
+            store_entries(address + 4 * LINE, u2, l2, LINE)
+            store_entries(address + 6 * LINE, u3, l3, LINE)
+            upper_at += 4 * SHARE
+            lower_at += 4 * SHARE
+            address += 8 * LINE * SHARE
+
+
+@gluon.jit
+def planes_product(
+    acc, pages, host, slots, table_slots, x, used_tokens, memory, tid, row0, row1,
+    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
+    COLUMNS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr, LEAST_LINE: gl.constexpr,
+    TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
+    """Products of both blocks of rows with all tokens of the tile; of this warp's steps only."""
+    THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
+    ATOMS: gl.constexpr = (COLUMNS + 127) // 128
+    STEPS: gl.constexpr = (COLUMNS + 255) // 256
+    # A copy of a table for each thread has no conflicts of banks, as long as there is room.
+    LINE: gl.constexpr = 128 if BITS <= LEAST_LINE else 32
+    warp = tid // 32
+    k_warp = warp // ROW_WARPS
+    row_warp = warp % ROW_WARPS
+    lane = tid % 32
+    g = lane // 4
+    i = lane % 4
+    offset = row_warp * 16 + g
+    if LINE == 128:
+        entry = lane * 4
+    else:
+        entry = g * 4
+    table0 = memory + (row_warp * (LINE << BITS) + entry).to(gl.uint32)
+    table1 = table0 + ROW_WARPS * (LINE << BITS)
+    within0 = (row0 % 64 + offset) * 4 + i % 2 * 2
+    within1 = (row1 % 64 + offset) * 4 + i % 2 * 2
+    band0 = row0 // 64 * ATOMS
+    band1 = row1 // 64 * ATOMS
+    atom = k_warp * 2 + i // 2
+    used = atom < ATOMS
+    planes0 = _load_planes(
+        pages, host, slots, band0 + atom, within0, used,
+        BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    planes1 = _load_planes(
+        pages, host, slots, band1 + atom, within1, used,
+        BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    # The first planes are under way meanwhile.
+    # Warps that share rows fill the same tables with the same values.
+    _fill_table(
+        pages, host, slots + table_slots, row0 + offset, i, table0,
+        BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    _fill_table(
+        pages, host, slots + table_slots, row1 + offset, i, table1,
+        BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+    )  # fmt: skip
+    barrier()
+    step = k_warp
+    for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
+        atom += 2 * K_WARPS
+        used = atom < ATOMS
+        next0 = _load_planes(
+            pages, host, slots, band0 + atom, within0, used,
+            BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        next1 = _load_planes(
+            pages, host, slots, band1 + atom, within1, used,
+            BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        in_columns = step * 4 + i < (COLUMNS + 63) // 64
+        reads = ()
+        for n in gl.static_range(TILES):
+            reads = reads + (used_tokens[n] & in_columns,)
+        place = step * (1024 * TILES) + lane * 4
+        for v in gl.static_range(2):
+            upper0 = ()
+            lower0 = ()
+            upper1 = ()
+            lower1 = ()
+            for plane in gl.static_range(BITS):
+                upper0 = upper0 + (planes0[4 * plane + v],)
+                lower0 = lower0 + (planes0[4 * plane + 2 + v],)
+                upper1 = upper1 + (planes1[4 * plane + v],)
+                lower1 = lower1 + (planes1[4 * plane + 2 + v],)
+            upper0 = codes_of(upper0, BITS)
+            lower0 = codes_of(lower0, BITS)
+            upper1 = codes_of(upper1, BITS)
+            lower1 = codes_of(lower1, BITS)
+            for q in gl.static_range(4):
+                tokens = load_tokens(x, place + (v * 4 + q) * (128 * TILES), reads, TILES, THREADS)
+                for half in gl.static_range(2):
+                    first = look_up(upper0[2 * q + half], lower0[2 * q + half], table0, LINE)
+                    second = look_up(upper1[2 * q + half], lower1[2 * q + half], table1, LINE)
+                    acc = multiply(acc, first, second, tokens, half, TILES)
+        step += K_WARPS
+        planes0 = next0
+        planes1 = next1
+    return acc
