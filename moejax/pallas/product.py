@@ -92,7 +92,7 @@ def run_experts_paged(
     if weights_input:
         weights = jnp.zeros(topk_ids.size, x.dtype)
         weights = weights.at[grouping.place_of_slot].set(
-            topk_weights.reshape(-1).astype(x.dtype), mode="drop", unique_indices=True
+            topk_weights.reshape(-1).astype(x.dtype), mode="drop"
         )
         rows = rows * weights.at[place].get(mode="clip")[:, :, None]
     of_gate_up = None if bias is None else jnp.stack([bias.gate, bias.up], axis=1)
