@@ -194,7 +194,9 @@ def make_memory(
     plans = {}
     if kernels.attention != "reference":
         # Once for all layers: each small operation would be a launch in each of them.
-        plans = _make_plans(config, geometry, state, batch, prefill_rows, max_query)
+        plans = _make_plans(
+            config, geometry, state, batch, prefill_rows, max_query, kernels.shared_bytes
+        )
     return PagedMemory(
         config, geometry, state, batch, prefill_rows, max_query, kernels, plans, Current()
     )
@@ -207,6 +209,7 @@ def _make_plans(
     batch: Batch,
     prefill_rows: int,
     max_query: int,
+    shared_bytes: int,
 ) -> dict[AnyAttention, Plan]:
     """The plan of attention by kernels, for each kind of attention that the layers have.
 
@@ -223,6 +226,7 @@ def _make_plans(
             rows=len(batch.starts) - prefill_rows,
             longest=tables.shape[2] * geometry.kinds[number].block_size,
             max_query=max_query,
+            shared_bytes=shared_bytes,
         )
         if tilings not in plans:
             plans[tilings] = make_plan(

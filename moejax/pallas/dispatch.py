@@ -22,6 +22,9 @@ CHOICES = ("auto", "reference", "triton", "gluon")
 """What a user may ask for."""
 
 _LEAST_CAPABILITY = 80
+# Of a program, by compute capability (CUDA C++ Programming Guide, technical specifications).
+_SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+_LEAST_SHARED_BYTES = 99 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class Kernels:
     attention: Literal["reference", "triton"] = "reference"
     device_kind: str = "cpu"
     """What tuned tilings are looked up by, such as `NVIDIA H200`."""
+    shared_bytes: int = _SHARED_BYTES[90]
+    """Shared memory that a program may have."""
 
     def line(self) -> str:
         """For a log."""
@@ -84,7 +89,12 @@ def choose_kernels(
     products: Products = "gluon" if dtype == "bfloat16" else "triton"
     if wanted != "auto":
         products = "gluon" if wanted == "gluon" else "triton"
-    return Kernels(products=products, attention="triton", device_kind=device_kind)
+    return Kernels(
+        products=products,
+        attention="triton",
+        device_kind=device_kind,
+        shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES),
+    )
 
 
 def _find_reason(platform: str, capability: int) -> str | None:

@@ -33,6 +33,8 @@ def test_a_gpu_computes_by_the_fastest_kernels_for_its_dtype() -> None:
     wanted = Kernels(products="gluon", attention="triton", device_kind="NVIDIA H200")
     assert choose_kernels(**H200, dtype="bfloat16") == wanted
     assert choose_kernels(**H200, dtype="float32").products == "triton"
+    assert choose_kernels(**H200 | {"capability": 80}, dtype="float32").shared_bytes == 166912
+    assert choose_kernels(**H200 | {"capability": 89}, dtype="float32").shared_bytes == 101376
     assert choose_kernels(**H200, dtype="bfloat16", wanted="triton").products == "triton"
 
 
