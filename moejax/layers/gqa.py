@@ -8,8 +8,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from moejax.config import Attention, AttentionTemperature
 from moejax.layers.attention import Qkv
-from moejax.layers.linear import Linear, RmsNorm, Stack, unit_rms
+from moejax.layers.linear import Linear, RmsNorm, Stack, run_linears
 from moejax.layers.rope import rotate
+from moejax.pallas.norms import unit_rms
 
 
 class AttentionLayer(nnx.Module):
@@ -51,8 +52,10 @@ class AttentionLayer(nnx.Module):
     ) -> Qkv:
         """Queries, keys and values: norm, clip, then rotation."""
         part = self.part
-        q, k = self.q(x), self.k(x)
-        v = k if part.keys_are_values else self.v(x)
+        q, k, *rest = run_linears(
+            x, [self.q, self.k] if part.keys_are_values else [self.q, self.k, self.v]
+        )
+        v = rest[0] if rest else k
         if part.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(len(x), -1, part.head_size) for y in (q, k, v))

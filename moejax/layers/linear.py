@@ -4,13 +4,17 @@ Weights are stored `[out, in]`, as in Hugging Face checkpoints. Modules are made
 leading axes under which a segment's layers are stacked; a scan takes them off again.
 """
 
+import dataclasses
 from types import EllipsisType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
+
+from moejax.pallas import norms, stacked
+from moejax.pallas.norms import unit_rms
 
 Stack = tuple[int, ...]
 NormKind = Literal["rms", "rms_float32", "layer"]
@@ -38,9 +42,13 @@ def product_with_bias(
 ) -> Float[Array, "*n m"]:
     """x times the transpose of w, plus a bias: summed in float32, in the dtype of x."""
     # With the bias as its epilogue cuBLAS would get a copy of the weights, not a slice of a stack.
-    y: Float[Array, "*n m"] = lax.optimization_barrier(product_float32(x, w))
+    y = lax.optimization_barrier(product_float32(x, w))
+    return _add_bias(y, bias).astype(x.dtype)
+
+
+def _add_bias(y: Float[Array, "*n m"], bias: Float[Array, " m"]) -> Float[Array, "*n m"]:
     wide = bias.astype(jnp.float32)
-    return (y + wide.reshape((1,) * (y.ndim - 1) + wide.shape)).astype(x.dtype)
+    return y + wide.reshape((1,) * (y.ndim - 1) + wide.shape)
 
 
 def precision_of(x: Float[Array, "..."]) -> lax.Precision:
@@ -63,6 +71,39 @@ class StoredMatrix(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerMatrix:
+    """A StoredMatrix: that of one layer in the array of all layers, which is not copied."""
+
+    stack: Float[Array, "layers m k"]
+    layer: Int32[Array, ""]
+
+    def product(
+        self, x: Float[Array, "tokens k"], bias: Float[Array, " m"] | None
+    ) -> Float[Array, "tokens m"]:
+        dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
+        (y,) = stacked.multiply(x, [self.stack], self.layer, dtype)
+        return y if bias is None else _add_bias(y, bias).astype(x.dtype)
+
+    def product_float32(self, x: Float[Array, "tokens k"]) -> Float[Array, "tokens m"]:
+        """The same without a bias, in float32."""
+        return stacked.multiply(x, [self.stack], self.layer, jnp.dtype(jnp.float32))[0]
+
+    def __getitem__(self, at: EllipsisType) -> "LayerMatrix":
+        return self
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerVector:
+    """The weight of a norm of one layer in the array of all layers, which is not copied."""
+
+    stack: Float[Array, "layers size"]
+    layer: Int32[Array, ""]
+
+    def __getitem__(self, at: EllipsisType) -> "LayerVector":
+        return self
+
+
 class Linear(nnx.Module):
     """x W^T (+ b). The weight may be a StoredMatrix."""
 
@@ -81,10 +122,17 @@ class Linear(nnx.Module):
         return product_with_bias(x, weight, self.bias[...])
 
 
-def unit_rms(x: Float[Array, "*n size"], epsilon: float) -> Float[Array, "*n size"]:
-    """x / sqrt(mean(x^2) + epsilon), in float32."""
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+def run_linears(x: Float[Array, "tokens k"], linears: list[Linear]) -> list[Array]:
+    """What each of these gives for x, by one launch where a kernel multiplies with all."""
+    weights = [linear.weight[...] for linear in linears]
+    if not all(isinstance(w, LayerMatrix) for w in weights):
+        return [linear(x) for linear in linears]
+    matrices = cast(list[LayerMatrix], weights)
+    biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
+    dtype = x.dtype if biases == [None] * len(biases) else jnp.dtype(jnp.float32)
+    found = stacked.multiply(x, [w.stack for w in matrices], matrices[0].layer, dtype)
+    with_bias = [y if b is None else _add_bias(y, b) for y, b in zip(found, biases, strict=True)]
+    return [y.astype(x.dtype) for y in with_bias]
 
 
 class RmsNorm(nnx.Module):
@@ -107,12 +155,33 @@ class RmsNorm(nnx.Module):
         self.rounds_late = rounds_late
 
     def __call__(self, x: Float[Array, "*n size"]) -> Float[Array, "*n size"]:
-        y = unit_rms(x, self.epsilon)
         weight = self.weight[...]
-        weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-        if self.rounds_late:
-            return (y * weight.astype(jnp.float32)).astype(x.dtype)
-        return y.astype(x.dtype) * weight
+        if isinstance(weight, LayerVector):
+            y = norms.rms_norm(
+                x.reshape(-1, x.shape[-1]),
+                weight.stack,
+                weight.layer,
+                epsilon=self.epsilon,
+                rounds_late=self.rounds_late,
+            )
+            return y.reshape(x.shape)
+        return norms.normed(x, weight, self.epsilon, self.rounds_late)
+
+
+def add_and_norm(
+    x: Float[Array, "tokens size"], y: Float[Array, "tokens size"], norm: "Norm"
+) -> tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]]:
+    """(x + y, the norm of it), by one launch where a kernel does both."""
+    if isinstance(norm, RmsNorm) and isinstance(weight := norm.weight[...], LayerVector):
+        return norms.add_rms_norm(
+            x,
+            y,
+            weight.stack,
+            weight.layer,
+            epsilon=norm.epsilon,
+            rounds_late=norm.rounds_late,
+        )
+    return x + y, norm(x + y)
 
 
 class LayerNorm(nnx.Module):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from moejax.config import Mla
 from moejax.layers.attention import Qkv
-from moejax.layers.linear import Linear, RmsNorm, Stack, precision_of
+from moejax.layers.linear import Linear, RmsNorm, Stack, precision_of, run_linears
 from moejax.layers.rope import rotate
 
 
@@ -50,12 +50,12 @@ class MlaLayer(nnx.Module):
         """Queries over what is cached, and the one key that each token caches."""
         part = self.part
         if part.q_latent_size is None:
-            q = self.q(x)
+            q, compressed = run_linears(x, [self.q, self.kv_down])
         else:
-            q = self.q_up(self.q_latent_norm(self.q_down(x)))
+            q, compressed = run_linears(x, [self.q_down, self.kv_down])
+            q = self.q_up(self.q_latent_norm(q))
         q = q.reshape(len(x), part.num_heads, -1)
         q_nope, q_rope = q[..., : part.nope_size], q[..., part.nope_size :]
-        compressed = self.kv_down(x)
         latent = self.latent_norm(compressed[:, : part.latent_size])
         k_rope = compressed[:, None, part.latent_size :]
         q_rope, k_rope = (rotate(y, positions, part.rope, uses_long) for y in (q_rope, k_rope))

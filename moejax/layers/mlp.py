@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moejax.config import Activation, ClampedSwiglu, SharedExpert
-from moejax.layers.linear import Linear, Stack
+from moejax.layers.linear import Linear, Stack, run_linears
 
 
 def activate(
@@ -34,7 +34,8 @@ class MlpLayer(nnx.Module):
         self.down = Linear(width, hidden_size, stack=stack, dtype=dtype)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return self.down(activate(self.gate(x), self.up(x), self.activation))
+        gate, up = run_linears(x, [self.gate, self.up])
+        return self.down(activate(gate, up, self.activation))
 
 
 class SharedExpertLayer(MlpLayer):
@@ -45,5 +46,8 @@ class SharedExpertLayer(MlpLayer):
         self.router = Linear(hidden_size, 1, stack=stack, dtype=dtype) if part.gated else None
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        y = super().__call__(x)
-        return y if self.router is None else y * jax.nn.sigmoid(self.router(x))
+        if self.router is None:
+            return super().__call__(x)
+        gate, up, router = run_linears(x, [self.gate, self.up, self.router])
+        y = self.down(activate(gate, up, self.activation))
+        return y * jax.nn.sigmoid(router)

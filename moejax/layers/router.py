@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from moejax.config import ExpertGroups, Router
-from moejax.layers.linear import Stack, product_float32, unit_rms
+from moejax.layers.linear import LayerMatrix, Stack, product_float32
+from moejax.pallas.norms import unit_rms
 
 # A sum of scores may be zero.
 _LEAST_SUM = 1e-20
@@ -119,7 +120,11 @@ class RouterLayer(nnx.Module):
             x = x * x.shape[-1] ** -0.5
         if part.float32_logits:
             x = x.astype(jnp.float32)
-        logits = product_float32(x, self.weight[...])
+        weight = self.weight[...]
+        if isinstance(weight, LayerMatrix):
+            logits = weight.product_float32(x)
+        else:
+            logits = product_float32(x, weight)
         if part.bias:
             logits = logits + self.bias[...].astype(jnp.float32)[None, :]
         return logits.astype(x.dtype)

@@ -25,8 +25,10 @@ class CodedMatrix:
 
     current: Current
     host: UInt32[Array, "host_pages words"] | None
-    slots: Int32[Array, " slots"]
-    width: Int32[Array, ""]
+    tables: Int32[Array, "rows slots"]
+    """Of all such matrices of all layers."""
+    widths: Int32[Array, " rows"]
+    row: Int32[Array, ""]
     runs: Runs
     kernels: Kernels
 
@@ -37,9 +39,8 @@ class CodedMatrix:
         pages = self.current.pages
         if pages is None:
             raise AssertionError("the arena is not known yet")
-        return run_linear(
-            x, bias, pages, self.host, self.slots, self.width, self.runs, self.kernels
-        )
+        tables = (self.tables, self.widths, self.row)
+        return run_linear(x, bias, pages, self.host, *tables, self.runs, self.kernels)
 
     def __getitem__(self, at: object) -> "CodedMatrix":
         """Itself: what a parameter is asked for."""

@@ -16,7 +16,17 @@ from moejax.config import AnyAttention, LayerKind, Mla, Mlp, MlpAndMoe, ModelCon
 from moejax.layers.attention import Qkv
 from moejax.layers.experts import Experts
 from moejax.layers.gqa import AttentionLayer
-from moejax.layers.linear import Embedding, Linear, Norm, Stack, make_norm, product_float32
+from moejax.layers.linear import (
+    Embedding,
+    LayerMatrix,
+    LayerVector,
+    Linear,
+    Norm,
+    Stack,
+    add_and_norm,
+    make_norm,
+    product_float32,
+)
 from moejax.layers.mla import MlaLayer
 from moejax.layers.mlp import MlpLayer
 from moejax.layers.moe import MlpAndMoeLayer, MoeLayer
@@ -30,7 +40,7 @@ Params = dict[Any, Any]
 class Memory(Protocol):
     """What layers read and write beside their weights.
 
-    `carry` is threaded through all layers. `layer` is one layer's part of `layers(segment)`.
+    `carry` is threaded through all layers. `layer` is what `at` gives for one layer.
     """
 
     @property
@@ -50,6 +60,17 @@ class Memory(Protocol):
 
     def layers(self, segment: int) -> tuple[Any, ...]:
         """For each kind of the segment's period, its layers' inputs, stacked over the repeats."""
+        ...
+
+    def at(self, layer: Any, repeat: Int32[Array, ""]) -> Any:
+        """A layer, from its part of `layers(segment)` and its number in the scan."""
+        ...
+
+    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
+        """Whether a weight of all layers of a segment is read in place, by kernels.
+
+        The others are sliced by the scan over layers.
+        """
         ...
 
     def linears(self, carry: Any, segment: int, index: int, layer: Any) -> dict[str, Any]:
@@ -111,19 +132,29 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
-        x, carry = self.add_attention(x, carry, layer, memory)
-        return self.add_feed_forward(x, carry, layer, memory), carry
+        y, carry = self._attention(x, carry, layer, memory)
+        if isinstance(self.feed_forward, MlpAndMoeLayer):
+            x, normed = x + y, None
+        else:
+            x, normed = add_and_norm(x, y, self.feed_forward_norm)
+        return self._add_feed_forward(x, normed, carry, layer, memory), carry
 
     def add_attention(
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """The first half: x + attention(norm(x)), and the carry."""
+        y, carry = self._attention(x, carry, layer, memory)
+        return x + y, carry
+
+    def _attention(
+        self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
+    ) -> tuple[Float[Array, "tokens hidden"], Any]:
         qkv = self.attention.project(
             self.attention_norm(x), memory.positions, memory.uses_long_rope
         )
         carry, o = memory.attend(carry, layer, qkv, self.kind.attention)
         y = self.attention.output(o)
-        return x + (self.attention_post_norm(y) if self.kind.post_norms else y), carry
+        return self.attention_post_norm(y) if self.kind.post_norms else y, carry
 
     def route(self, x: Float[Array, "tokens hidden"]) -> Routing:
         """Where the second half sends tokens, of a layer with routed experts."""
@@ -138,7 +169,21 @@ class Block(nnx.Module):
         self, x: Float[Array, "tokens hidden"], carry: Any, layer: Any, memory: Memory
     ) -> Float[Array, "tokens hidden"]:
         """The second half: x + feed_forward(norm(x)), scaled where the kind says so."""
-        y = self._feed_forward(x, carry, layer, memory)
+        normed = None
+        if not isinstance(self.feed_forward, MlpAndMoeLayer):
+            normed = self.feed_forward_norm(x)
+        return self._add_feed_forward(x, normed, carry, layer, memory)
+
+    def _add_feed_forward(
+        self,
+        x: Float[Array, "tokens hidden"],
+        normed: Float[Array, "tokens hidden"] | None,
+        carry: Any,
+        layer: Any,
+        memory: Memory,
+    ) -> Float[Array, "tokens hidden"]:
+        """`normed`: the norm of x; None for layers that have none of their own."""
+        y = self._feed_forward(x if normed is None else normed, carry, layer, memory)
         x = x + (self.feed_forward_post_norm(y) if self.kind.post_norms else y)
         return x * self.output_scale[...][None, :] if self.kind.output_scale else x
 
@@ -148,10 +193,9 @@ class Block(nnx.Module):
         part = self.feed_forward
         if isinstance(part, MlpAndMoeLayer):
             return part(x, memory.valid, memory.experts(carry, layer))
-        y = self.feed_forward_norm(x)
         if isinstance(part, MlpLayer):
-            return part(y)
-        return part(y, memory.valid, memory.experts(carry, layer))
+            return part(x)
+        return part(x, memory.valid, memory.experts(carry, layer))
 
 
 class Decoder(nnx.Module):
@@ -191,6 +235,8 @@ class Decoder(nnx.Module):
             named = flatten_params(nnx.to_pure_dict(weights))
             # What `bind` was not given lies in the memory.
             present = {n: w for n, w in named.items() if not isinstance(w, jax.ShapeDtypeStruct)}
+            stacks = {n: w for n, w in present.items() if memory.in_place(n, w)}
+            scanned = {n: w for n, w in present.items() if n not in stacks}
 
             def body(
                 state: Any,
@@ -198,9 +244,15 @@ class Decoder(nnx.Module):
                 graph: Any = graph,
                 names: tuple[str, ...] = tuple(named),
                 number: int = number,
+                stacks: dict[str, Array] = stacks,
             ) -> tuple[Any, None]:
-                x, carry = state
-                layers = inputs[1]
+                x, carry, repeat = state
+                weights, layers = inputs
+                layers = tuple(memory.at(layer, repeat) for layer in layers)
+                in_place = {
+                    n: LayerMatrix(w, repeat) if w.ndim == 3 else LayerVector(w, repeat)
+                    for n, w in stacks.items()
+                }
                 elsewhere = {
                     f"{index}.{name}": weight
                     for index, layer in enumerate(layers)
@@ -210,13 +262,18 @@ class Decoder(nnx.Module):
                 if arrays:
                     # They are read before the carry changes: else XLA may copy it.
                     carry, arrays = lax.optimization_barrier((carry, arrays))
-                found = inputs[0] | elsewhere | arrays
+                found = weights | in_place | elsewhere | arrays
                 weights = nest_params({name: found[name] for name in names})
                 for block, layer in zip(nnx.merge(graph, nnx.State(weights)), layers, strict=True):
                     x, carry = block(x, carry, layer, memory)
-                return (x, carry), None
+                return (x, carry, repeat + 1), None
 
-            state, _ = lax.scan(body, state, (present, memory.layers(number)))
+            # Layers are counted in the carry: numbers that are scanned would be copied.
+            x, carry = state
+            (x, carry, _), _ = lax.scan(
+                body, (x, carry, jnp.int32(0)), (scanned, memory.layers(number))
+            )
+            state = x, carry
         x, carry = state
         return self.norm(x), carry
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
@@ -16,22 +18,47 @@ from moejax.layers.experts import ByKernels, Experts
 from moejax.models.batch import Batch
 from moejax.models.coded import CodedMatrix, Current
 from moejax.models.paged_attention import View, attend_decode, attend_ragged
+from moejax.pallas import stacked
 from moejax.pallas.attention import Plan, attend_paged, make_plan
 from moejax.pallas.attention_tiling import Tiling, choose_tilings
 from moejax.pallas.dispatch import REFERENCE, Kernels
 from moejax.pallas.pages import write_kv
 
 
-class LayerTables(NamedTuple):
-    """One layer's part of the tables."""
+class Numbers(NamedTuple):
+    """Evenly spaced numbers of layers that a scan goes over."""
 
-    layer: Int32[Array, ""]
-    """Its number among those of its kind of KV."""
-    gate_up_pages: Int32[Array, "experts slots"] | None
-    down_pages: Int32[Array, "experts slots2"] | None
-    widths: Int32[Array, "experts 2"] | None
-    linears: dict[str, tuple[Int32[Array, " slots"], Int32[Array, ""]]]
-    """Slots and width of the matrices that are stored as codes, by their names in the layer."""
+    first: int
+    step: int
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["repeat"],
+    meta_fields=["kv", "moe", "linears"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedLayer:
+    """Where the tables say what belongs to a layer.
+
+    The numbers are computed from that of the layer in the scan: slices of arrays of numbers would
+    be copies on the device, which kernels of XLA's CUDA graphs cannot follow from layer to layer.
+    """
+
+    repeat: Int32[Array, ""] | None = None
+    """The layer's number in the scan, which counts its carry."""
+    kv: Numbers
+    """Of the layers, among those of their kind of KV."""
+    moe: Numbers | None
+    """Of the layers, among those with routed experts; None if they have none."""
+    linears: tuple[tuple[str, int], ...]
+    """Names in the layer and first rows of the matrices that are stored as codes."""
+
+    def number(self, of: Numbers) -> Int32[Array, ""]:
+        if self.repeat is None:
+            raise AssertionError("the layer is not known yet")
+        number = self.repeat if of.step == 1 else self.repeat * of.step
+        return number if of.first == 0 else number + of.first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +94,7 @@ class PagedMemory:
         pages: UInt32[Array, "pages words"] = self.state.pages[0]
         return pages
 
-    def layers(self, segment: int) -> tuple[LayerTables, ...]:
+    def layers(self, segment: int) -> tuple[PagedLayer, ...]:
         places = self.config.places
         moe_numbers = {layer: i for i, layer in enumerate(self.config.moe_layers)}
         found = []
@@ -79,57 +106,78 @@ class PagedMemory:
             ]
             within = [self.geometry.place_of(n)[1] for n in numbers]
             moe = [moe_numbers[n] for n in numbers if n in moe_numbers]
-            state = self.state
-            gate_up, down, widths = (
-                table[0, jnp.array(moe)] if moe else None
-                for table in (state.gate_up_pages, state.down_pages, state.widths)
-            )
             prefix = f"segments.{segment}.{index}."
-            linears = {
-                linear.name.removeprefix(prefix): (
-                    state.linear_pages[0, linear.first : linear.first + linear.repeats],
-                    state.linear_widths[0, linear.first : linear.first + linear.repeats],
-                )
+            linears = (
+                (linear.name.removeprefix(prefix), linear.first)
                 for linear in self.geometry.linears
                 if linear.name.startswith(prefix)
-            }
-            found.append(LayerTables(jnp.array(within, jnp.int32), gate_up, down, widths, linears))
+            )
+            found.append(
+                PagedLayer(
+                    kv=_numbers(within),
+                    moe=_numbers(moe) if moe else None,
+                    linears=tuple(linears),
+                )
+            )
         return tuple(found)
 
-    def experts(self, carry: UInt32[Array, "pages words"], layer: LayerTables) -> Experts:
-        if layer.gate_up_pages is None or layer.down_pages is None or layer.widths is None:
+    def at(self, layer: PagedLayer, repeat: Int32[Array, ""]) -> PagedLayer:
+        return dataclasses.replace(layer, repeat=repeat)
+
+    def experts(self, carry: UInt32[Array, "pages words"], layer: PagedLayer) -> Experts:
+        if layer.moe is None:
             raise AssertionError("a layer without experts asks for them")
+        # As they are, with the row that the layer begins at: kernels would get copies of parts.
+        gate_up, down, widths = (
+            table[0].reshape(-1, table.shape[-1])
+            for table in (self.state.gate_up_pages, self.state.down_pages, self.state.widths)
+        )
+        runs, experts = self.geometry.expert_runs, self.state.widths.shape[2]
         paged = Paged(
             carry,
             None if self.state.host is None else self.state.host[0],
-            layer.gate_up_pages,
-            layer.down_pages,
-            layer.widths,
-            *self.geometry.expert_runs,
+            gate_up,
+            down,
+            widths,
+            runs[0],
+            runs[1],
+            layer=layer.number(layer.moe),
+            count=experts,
         )
         return paged if self.kernels.products == "reference" else ByKernels(paged, self.kernels)
 
+    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
+        if self.kernels.products == "reference" or not name.endswith(".weight"):
+            return False
+        if stack.ndim == 2:
+            return name.endswith("norm.weight") and self.config.norm != "layer"
+        if self.kernels.products == "triton" or stack.ndim != 3:
+            return False
+        x = jax.ShapeDtypeStruct((len(self.batch.tokens), stack.shape[2]), stack.dtype)
+        return stacked.takes(x, [stack])
+
     def linears(
-        self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: LayerTables
+        self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: PagedLayer
     ) -> dict[str, Array | CodedMatrix]:
         host = None if self.state.host is None else self.state.host[0]
         found: dict[str, Array | CodedMatrix] = {}
         self.current.pages = carry
-        for linear in self.geometry.linears:
-            name = linear.name.removeprefix(f"segments.{segment}.{index}.")
-            if name != linear.name:
-                slots, width = layer.linears[name]
-                runs = self.geometry.runs_of(linear.shape)
-                if self.kernels.products == "reference":
-                    found[name] = read_linear(carry, host, slots, width, runs)[0]
-                else:
-                    found[name] = CodedMatrix(self.current, host, slots, width, runs, self.kernels)
+        tables, widths = self.state.linear_pages[0], self.state.linear_widths[0]
+        shapes = {linear.first: linear.shape for linear in self.geometry.linears}
+        for name, first in layer.linears:
+            row, runs = layer.number(Numbers(first, 1)), self.geometry.runs_of(shapes[first])
+            if self.kernels.products == "reference":
+                found[name] = read_linear(carry, host, tables[row], widths[row], runs)[0]
+            else:
+                found[name] = CodedMatrix(
+                    self.current, host, tables, widths, row, runs, self.kernels
+                )
         return found
 
     def attend(
         self,
         carry: UInt32[Array, "pages words"],
-        layer: LayerTables,
+        layer: PagedLayer,
         qkv: Qkv,
         part: AnyAttention,
     ) -> tuple[UInt32[Array, "pages words"], Float[Array, "tokens heads size"]]:
@@ -145,7 +193,7 @@ class PagedMemory:
                 qkv.v,
                 block_pages,
                 tables,
-                layer.layer,
+                layer.number(layer.kv),
                 batch.table_row_of,
                 batch.positions,
                 batch.valid,
@@ -157,7 +205,7 @@ class PagedMemory:
                 pages,
                 block_pages,
                 tables,
-                layer.layer,
+                layer.number(layer.kv),
                 qkv.sinks,
                 plan=self.plans[part],
                 part=part,
@@ -166,12 +214,14 @@ class PagedMemory:
         block = jnp.minimum(batch.positions // kind.block_size, tables.shape[1] - 1)
         pages = write_tokens(
             carry,
-            block_pages[layer.layer, tables[batch.table_row_of, block]],
+            block_pages[layer.number(layer.kv), tables[batch.table_row_of, block]],
             batch.positions % kind.block_size,
             values_to_words(join_kv(qkv)),
             batch.valid,
         )
-        view = View(pages, block_pages, layer.layer, tables, kind, part, self.geometry.dtype)
+        view = View(
+            pages, block_pages, layer.number(layer.kv), tables, kind, part, self.geometry.dtype
+        )
         # Results take the place of the queries where they have their shape.
         o = qkv.q[..., : value_size(part)]
         if self.prefill_rows:
@@ -179,6 +229,13 @@ class PagedMemory:
         if self.prefill_rows < len(batch.starts):
             o = attend_decode(view, qkv, o, batch, self.prefill_rows)
         return pages, jnp.where(batch.valid[:, None, None], o, jnp.zeros((), o.dtype))
+
+
+def _numbers(of: list[int]) -> Numbers:
+    step = of[1] - of[0] if len(of) > 1 else 1
+    if of != list(range(of[0], of[0] + step * len(of), step)):
+        raise AssertionError("layers that repeat have numbers at even distances")
+    return Numbers(of[0], step)
 
 
 def make_memory(

@@ -21,9 +21,22 @@ from moejax.sampling import Logprobs, SamplingRows, choose, logprobs_of, no_logp
 # Places whose logits exist at once when log-probabilities of a prompt are computed.
 HEAD_TILE = 64
 
-# With a large arena XLA would otherwise recompute layers, counting the donated buffer twice; and it
-# would write the weights of products with one input next to each other, in every layer of a step.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization,dot-merger"}
+COMPILER_OPTIONS = {
+    "xla_disable_hlo_passes": ",".join(
+        (
+            # With a large arena XLA would recompute layers, counting the donated buffer twice.
+            "rematerialization",
+            # It would write the weights of products with one input next to each other, in every
+            # layer of a step.
+            "dot-merger",
+            # Slices of small weights on a stream of their own: waiting for them takes longer, and
+            # keeps the kernels of a layer out of CUDA graphs.
+            "dynamic-slice-copy-fusion-async-wrapper",
+        )
+    ),
+    # Its products get copies of a layer's weights; those of cuBLAS read the array of all layers.
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

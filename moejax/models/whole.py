@@ -59,6 +59,12 @@ class WholeMemory:
             found.append(jax.tree.map(lambda *a: jnp.stack(a), *experts) if experts else None)
         return tuple(found)
 
+    def at(self, layer: Any, repeat: Int32[Array, ""]) -> Any:
+        return layer
+
+    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
+        return False
+
     def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, Any]:
         return {}
 

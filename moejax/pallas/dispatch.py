@@ -1,7 +1,7 @@
 """Which kernels a program runs: the one place that decides, by device, dtype and shape."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,26 @@ from moejax.config import Activation
 from moejax.errors import ConfigError
 from moejax.pallas.bridge import find_obstacle
 from moejax.pallas.portable import linear_portable, run_experts_portable
+from moejax.pallas.prefill import (
+    find_refusal,
+    permuted_columns,
+    product_prefill,
+    run_experts_prefill,
+)
 from moejax.pallas.product import product, run_experts_paged, to_fragments
-from moejax.pallas.tuning import choose_tiling, choose_tilings, tile_tokens
+from moejax.pallas.tuning import choose_prefill_tile, choose_tiling, choose_tilings, tile_tokens
 
-Products = Literal["reference", "triton", "gluon"]
-CHOICES = ("auto", "reference", "triton", "gluon")
+Products = Literal["reference", "triton", "gluon", "mosaic"]
+CHOICES = ("auto", "reference", "triton", "gluon", "mosaic")
 """What a user may ask for."""
+MANY_TOKENS = 64
+"""Tokens of an expert on average from which `Kernels.many` multiplies: not measured yet."""
+MANY_TOKENS_OF_LINEAR = 256
+"""The same of a matrix that all tokens pass: it has programs enough for a GPU later."""
 
 _LEAST_CAPABILITY = 80
+# wgmma is an instruction of Hopper alone.
+_MOSAIC_CAPABILITY = 90
 # Of a program, by compute capability (CUDA C++ Programming Guide, technical specifications).
 _SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
@@ -32,7 +44,10 @@ class Kernels:
     """What multiplies tokens with weights in pages, attends, and writes KV."""
 
     products: Products = "reference"
-    """reference: plain jax.numpy; triton: any dtype and GPU; gluon: bfloat16, fastest."""
+    """reference: plain jax.numpy; triton: any dtype and GPU; gluon: bfloat16, fastest with few
+    tokens; mosaic: bfloat16 on Hopper, fastest with many, no pages on the host."""
+    many: Literal["mosaic"] | None = None
+    """What multiplies instead where an expert has many tokens, if it can; None: nothing."""
     attention: Literal["reference", "triton"] = "reference"
     device_kind: str = "cpu"
     """What tuned tilings are looked up by, such as `NVIDIA H200`."""
@@ -41,7 +56,20 @@ class Kernels:
 
     def line(self) -> str:
         """For a log."""
-        return f"kernels: products {self.products}, attention {self.attention}"
+        many = "" if self.many is None else f" ({self.many} with many tokens)"
+        return f"kernels: products {self.products}{many}, attention {self.attention}"
+
+    def of(self, tokens: float, many: int, refusal: str | None) -> Products:
+        """What multiplies.
+
+        Args:
+            tokens: of an expert, on average.
+            many: from how many `self.many` multiplies.
+            refusal: why it cannot, or None.
+        """
+        if self.many is None or tokens < many or refusal is not None:
+            return self.products
+        return self.many
 
 
 REFERENCE = Kernels()
@@ -79,29 +107,36 @@ def choose_kernels(
         raise ConfigError(f"kernel '{wanted}' is not known: {', '.join(CHOICES)}")
     if wanted == "reference":
         return dataclasses.replace(REFERENCE, device_kind=device_kind)
-    reason = _find_reason(platform, capability)
-    if wanted == "gluon" and reason is None and dtype != "bfloat16":
-        reason = f"it computes in bfloat16, and the engine in {dtype}"
+    reason = _find_reason(platform, capability, dtype, wanted)
     if reason is not None:
         if wanted != "auto":
             raise ConfigError(f"kernel '{wanted}' cannot be used: {reason}")
         return dataclasses.replace(REFERENCE, device_kind=device_kind)
     products: Products = "gluon" if dtype == "bfloat16" else "triton"
-    if wanted != "auto":
-        products = "gluon" if wanted == "gluon" else "triton"
+    many: Literal["mosaic"] | None = None
+    if wanted == "auto" and products == "gluon" and capability == _MOSAIC_CAPABILITY:
+        many = "mosaic"
+    if wanted in ("triton", "gluon", "mosaic"):
+        products = cast(Products, wanted)
     return Kernels(
         products=products,
+        many=many,
         attention="triton",
         device_kind=device_kind,
         shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES),
     )
 
 
-def _find_reason(platform: str, capability: int) -> str | None:
+def _find_reason(platform: str, capability: int, dtype: str, wanted: str) -> str | None:
+    """Why what is wanted does not work; `auto` does where the portable kernel does."""
     if platform != "gpu":
         return f"it needs an NVIDIA GPU, and jax runs on {platform}"
+    if wanted == "mosaic" and capability != _MOSAIC_CAPABILITY:
+        return f"it needs compute capability 9.0 exactly, and the GPU has {capability / 10:.1f}"
     if capability < _LEAST_CAPABILITY:
         return f"it needs compute capability 8.0, and the GPU has {capability / 10:.1f}"
+    if wanted in ("gluon", "mosaic") and dtype != "bfloat16":
+        return f"it computes in bfloat16, and the engine in {dtype}"
     return find_obstacle()
 
 
@@ -118,36 +153,24 @@ def run_experts(
     bias: ExpertBias | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """What `moejax.layers.experts.run_experts` gives, by the kernels that were chosen."""
-    if kernels.products == "triton":
-        return run_experts_portable(
-            x,
-            topk_ids,
-            topk_weights,
-            valid,
-            experts,
-            activation=activation,
-            weights_input=weights_input,
-            bias=bias,
-        )
-    if kernels.products == "reference":
-        raise ValueError("the reference is not a kernel")
-    return run_experts_paged(
-        x,
-        topk_ids,
-        topk_weights,
-        valid,
-        experts,
-        tilings=choose_tilings(
-            topk_ids.shape[0],
-            topk_ids.shape[1],
-            experts.num_experts,
-            (experts.gate_up, experts.down),
-            kernels.device_kind,
-        ),
-        activation=activation,
-        weights_input=weights_input,
-        bias=bias,
+    tokens, k = topk_ids.shape
+    arrays = (x, topk_ids, topk_weights, valid, experts)
+    options: Any = {"activation": activation, "weights_input": weights_input, "bias": bias}
+    refusal = find_refusal(
+        x.dtype, experts.host is not None, None if bias is None else bias.down.dtype
     )
+    products = kernels.of(tokens * k / experts.num_experts, MANY_TOKENS, refusal)
+    if products == "reference":
+        raise ValueError("the reference is not a kernel")
+    if products == "triton":
+        return run_experts_portable(*arrays, **options)
+    sizes = (tokens, k, experts.num_experts)
+    if products == "mosaic":
+        size = choose_prefill_tile(*sizes, experts.down, kernels.device_kind)
+        return run_experts_prefill(*arrays, tile_tokens=size, **options)
+    runs = (experts.gate_up, experts.down)
+    tilings = choose_tilings(*sizes, runs, kernels.device_kind)
+    return run_experts_paged(*arrays, tilings=tilings, **options)
 
 
 def run_linear(
@@ -155,33 +178,36 @@ def run_linear(
     bias: Float[Array, " rows"] | None,
     pages: UInt32[Array, "pages words"],
     host: UInt32[Array, "host_pages words"] | None,
-    slots: Int32[Array, " slots"],
-    width: Int32[Array, ""],
+    tables: Int32[Array, "matrices slots"],
+    widths: Int32[Array, " matrices"],
+    row: Int32[Array, ""],
     runs: Runs,
     kernels: Kernels,
 ) -> Float[Array, "tokens rows"]:
-    """x times the transpose of a matrix in pages, plus a bias, in the dtype of x."""
-    tokens = len(x)
+    """x times the transpose of a matrix in pages, plus a bias, in the dtype of x.
+
+    `row`: of the matrix, in tables that are not copied for it.
+    """
+    tokens, width = len(x), widths[row]
     if kernels.products == "triton":
-        y = linear_portable(x, pages, host, slots, width, runs)
+        y = linear_portable(x, pages, host, tables[row], width, runs)
         return y if bias is None else y + bias[None, :]
-    size = tile_tokens(tokens, 1, 1)
-    tiling = choose_tiling(1, runs, size, 1, tokens, kernels.device_kind)
+    refusal = find_refusal(x.dtype, host is not None, None if bias is None else bias.dtype)
+    products = kernels.of(float(tokens), MANY_TOKENS_OF_LINEAR, refusal)
+    if products == "mosaic":
+        size = choose_prefill_tile(tokens, 1, 1, runs, kernels.device_kind)
+    else:
+        size = tile_tokens(tokens, 1, 1)
     first = jnp.arange(ceil_div(tokens, size), dtype=jnp.int32) * size
     zero = jnp.zeros_like(first)
-    tiles = jnp.stack(
-        [zero, first, jnp.minimum(size, tokens - first), zero + width, zero + width, *[zero] * 3],
-        axis=1,
-    )
+    count = jnp.minimum(size, tokens - first)
+    tiles = jnp.stack([zero + row, first, count, zero + width, zero + width, *[zero] * 3], axis=1)
     padded = jnp.pad(x, ((0, len(first) * size - tokens), (0, 0)))
-    both = jnp.broadcast_to(width, (1, 2))
-    one = Paged(pages, host, slots[None], slots[None], both, runs, runs)
-    return product(
-        to_fragments(padded.reshape(len(first), size, -1)),
-        tiles,
-        one,
-        1,
-        tiling,
-        bias=None if bias is None else bias[None],
-        places=tokens,
-    )
+    both = jnp.stack([widths, widths], axis=1)
+    one = Paged(pages, host, tables, tables, both, runs, runs)
+    options: Any = {"bias": None if bias is None else bias[None], "places": tokens}
+    if products == "mosaic":
+        return product_prefill(permuted_columns(padded), tiles, one, 1, size, **options)
+    tiling = choose_tiling(1, runs, size, 1, tokens, kernels.device_kind)
+    fragments = to_fragments(padded.reshape(len(first), size, -1))
+    return product(fragments, tiles, one, 1, tiling, **options)

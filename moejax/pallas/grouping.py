@@ -5,7 +5,7 @@ each of them is a launch of its own.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,9 @@ class Grouping(NamedTuple):
     """Slots (a token and one of its experts) sorted by expert, and cut into tiles."""
 
     tiles: Int32[Array, "tiles 8"]
-    """Of each tile its expert, first place, number of tokens, and the widths of the expert's
-    gate_up and down; the rest is 0. Used tiles come first, in order of experts; the rows of the
-    others are 0."""
+    """Of each tile the row of its expert in the tables, first place, number of tokens, widths of
+    the expert's gate_up and down, and the expert; the rest is 0. Used tiles come first, in order of
+    experts; the rows of the others are 0."""
     token_of_place: Int32[Array, " slots"]
     """The token in each place; 0 in places behind the last."""
     place_of_slot: Int32[Array, " slots"]
@@ -45,35 +45,45 @@ def num_tiles(slots: int, experts: int, size: int) -> int:
 def group(
     topk_ids: Int32[Array, "tokens k"],
     valid: Bool[Array, " tokens"],
-    widths: Int32[Array, "experts 2"],
+    widths: Int32[Array, "rows 2"],
+    layer: Int32[Array, ""] | None = None,
     *,
     size: int,
+    experts: int | None = None,
 ) -> Grouping:
     """Groups slots by expert, in the order of slots, into tiles of at most `size` places.
 
-    Slots of invalid tokens, and of experts that do not exist, have no place.
+    Slots of invalid tokens, and of experts that do not exist, have no place. `widths` has
+    the rows of several layers one after the other; `layer`: which one this is. `experts`: how many
+    a layer has; None: as many as there are rows.
     """
+    layer = jnp.zeros((), jnp.int32) if layer is None else layer
+    options: Any = {"size": size, "experts": len(widths) if experts is None else experts}
     if topk_ids.size == 0:
-        return group_reference(topk_ids, valid, widths, size=size)
-    joined = with_reference(partial(group_reference, size=size), partial(_group, size=size))
-    found: Grouping = joined(topk_ids, valid, widths)
+        return group_reference(topk_ids, valid, widths, layer, **options)
+    joined = with_reference(partial(group_reference, **options), partial(_group, **options))
+    found: Grouping = joined(topk_ids, valid, widths, layer)
     return found
 
 
 def group_reference(
     topk_ids: Int32[Array, "tokens k"],
     valid: Bool[Array, " tokens"],
-    widths: Int32[Array, "experts 2"],
+    widths: Int32[Array, "rows 2"],
+    layer: Int32[Array, ""],
     *,
     size: int,
+    experts: int,
 ) -> Grouping:
     """The same in plain jax.numpy."""
-    k, slots, experts = topk_ids.shape[1], topk_ids.size, len(widths)
+    k, slots = topk_ids.shape[1], topk_ids.size
     exists = (topk_ids >= 0) & (topk_ids < experts)
     topk_ids = jnp.where(exists, topk_ids, experts)
     found = make_tiles(topk_ids, valid, experts, size)
     count = jnp.minimum(found.end - found.start, size)
-    columns = jnp.stack([found.expert, found.start, count, *widths[found.expert].T], axis=1)
+    row = found.expert + layer * experts
+    values = [row, found.start, count, *widths[row].T, found.expert]
+    columns = jnp.stack(values, axis=1)
     columns = jnp.pad(columns, ((0, 0), (0, TILE_COLUMNS - columns.shape[1])))
     place = jnp.arange(slots, dtype=jnp.int32)
     is_used = place < jnp.sum(exists & valid[:, None], dtype=jnp.int32)
@@ -89,13 +99,15 @@ def group_reference(
 def _group(
     topk_ids: Int32[Array, "tokens k"],
     valid: Bool[Array, " tokens"],
-    widths: Int32[Array, "experts 2"],
+    widths: Int32[Array, "rows 2"],
+    layer: Int32[Array, ""],
     *,
     size: int,
+    experts: int,
 ) -> Grouping:
     from moejax.pallas.grouping_kernel import group_block_kernel, group_kernel
 
-    slots, experts = topk_ids.size, len(widths)
+    slots = topk_ids.size
     if experts > MAX_EXPERTS:
         raise NotImplementedError(f"the grouping kernel takes up to {MAX_EXPERTS} experts")
     tiles = num_tiles(slots, experts, size)
@@ -104,6 +116,7 @@ def _group(
         topk_ids,
         valid,
         widths,
+        layer,
         out_type=[
             jax.ShapeDtypeStruct(shape, jnp.int32)
             for shape in ((tiles, TILE_COLUMNS), (slots,), (slots,))

@@ -38,15 +38,19 @@ def _sort(expert, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_tiles(tiles, widths, number, expert, start, count, is_tile):
+def _store_tiles(
+    tiles, widths, layer, number, expert, start, count, is_tile, EXPERTS: tl.constexpr
+):
     """Stores the rows of tiles, which are few among the elements of a block."""
     at = tiles + number * 8
-    tl.store(at, expert, mask=is_tile)
+    row = expert + tl.load(layer) * EXPERTS
+    tl.store(at, row, mask=is_tile)
     tl.store(at + 1, start, mask=is_tile)
     tl.store(at + 2, count, mask=is_tile)
-    tl.store(at + 3, tl.load(widths + expert * 2, mask=is_tile, other=0), mask=is_tile)
-    tl.store(at + 4, tl.load(widths + expert * 2 + 1, mask=is_tile, other=0), mask=is_tile)
-    for column in tl.static_range(5, 8):
+    tl.store(at + 3, tl.load(widths + row * 2, mask=is_tile, other=0), mask=is_tile)
+    tl.store(at + 4, tl.load(widths + row * 2 + 1, mask=is_tile, other=0), mask=is_tile)
+    tl.store(at + 5, expert, mask=is_tile)
+    for column in tl.static_range(6, 8):
         tl.store(at + column, tl.zeros_like(expert), mask=is_tile)
 
 
@@ -61,7 +65,8 @@ def _store_zeros(out, start, end, BLOCK: tl.constexpr):
 def group_block_kernel(
     topk_ids,  # int32[tokens, k]
     valid,  # bool[tokens]
-    widths,  # int32[experts, 2]
+    widths,  # int32[rows, 2]
+    layer,  # int32: its number among those in widths
     tiles,  # int32[tiles, 8]
     token_of_place,  # int32[slots]
     place_of_slot,  # int32[slots]
@@ -86,7 +91,7 @@ def group_block_kernel(
     is_tile = used & (rank % SIZE == 0)
     number = tl.cumsum(is_tile.to(tl.int32), 0)
     count = tl.minimum(left, SIZE)
-    _store_tiles(tiles, widths, number - 1, expert, place, count, is_tile)
+    _store_tiles(tiles, widths, layer, number - 1, expert, place, count, is_tile, EXPERTS)
     _store_zeros(tiles, tl.max(number, 0) * 8, TILES * 8, BLOCK)
 
 
@@ -110,7 +115,8 @@ def _count(
 def group_kernel(
     topk_ids,  # int32[tokens, k]
     valid,  # bool[tokens]
-    widths,  # int32[experts, 2]
+    widths,  # int32[rows, 2]
+    layer,  # int32: its number among those in widths
     tiles,  # int32[tiles, 8]
     token_of_place,  # int32[slots]
     place_of_slot,  # int32[slots]
@@ -147,4 +153,4 @@ def group_kernel(
     number = tl.gather(first_tiles, own, 0) + rank // SIZE
     count = tl.minimum(tl.gather(counts, own, 0) - rank, SIZE)
     is_tile = used & (rank % SIZE == 0)
-    _store_tiles(tiles, widths, number, expert, place, count, is_tile)
+    _store_tiles(tiles, widths, layer, number, expert, place, count, is_tile, EXPERTS)

@@ -16,6 +16,7 @@ from moejax.arena.format import ATOM_WORDS, DTYPES, ceil_div
 from moejax.arena.geometry import Runs
 from moejax.config import Activation, ClampedSwiglu
 from moejax.pallas.bridge import triton_call
+from moejax.pallas.places import join_biases, sum_of_experts, tokens_at
 from moejax.pallas.tiles import make_tiles
 
 BLOCK_ROWS = 32
@@ -72,16 +73,20 @@ def run_experts_portable(
     tokens, k = topk_ids.shape
     if tokens == 0:
         return x
+    experts = experts.one_layer()
     size = tile_size(tokens * k, experts.num_experts)
     tiles = make_tiles(topk_ids, valid, experts.num_experts, size)
     count = jnp.where(tiles.used, jnp.minimum(tiles.end - tiles.start, size), 0)
     grouped = Grouped(tiles.expert, tiles.start, count)
-    rows = x[tiles.order // k]
-    if weights_input:
-        rows = rows * topk_weights.reshape(-1)[tiles.order].astype(x.dtype)[:, None]
-    biases: list[Array | None] = [None, None]
-    if bias is not None:
-        biases = [jnp.stack([bias.gate, bias.up], axis=1), bias.down[:, None]]
+    place = jnp.arange(tokens * k, dtype=jnp.int32)
+    place_of_slot = jnp.zeros_like(place).at[tiles.order].set(place, unique_indices=True)
+    # Places of invalid tokens are not written.
+    place_of_slot = jnp.where(jnp.repeat(valid, k), place_of_slot, tokens * k)
+    weights = topk_weights if weights_input else None
+    rows = tokens_at(place, x, tiles.order // k, place_of_slot, weights)
+    of_gate_up, of_down = join_biases(bias)
+    if of_down is not None:
+        of_down = of_down[:, None]
     gate_up, down = (
         Pages(experts.pages, experts.host, table, experts.widths, runs)
         for table, runs in (
@@ -89,19 +94,9 @@ def run_experts_portable(
             (experts.down_pages, experts.down),
         )
     )
-    gated = _multiply(rows, grouped, gate_up, 0, size, biases[0], activation)
-    y = _multiply(gated, grouped, down, 1, size, biases[1])
-    place_of = (
-        jnp.zeros(tokens * k, jnp.int32)
-        .at[tiles.order]
-        .set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    )
-    y = y[place_of].reshape(tokens, k, -1)
-    weights = jnp.ones_like(topk_weights) if weights_input else topk_weights
-    # Places of invalid tokens are not written.
-    y = jnp.where(valid[:, None, None], y, 0)
-    total = jnp.sum(y.astype(weights.dtype) * weights[:, :, None], axis=1)
-    return total.astype(x.dtype)
+    gated = _multiply(rows, grouped, gate_up, 0, size, of_gate_up, activation)
+    y = _multiply(gated, grouped, down, 1, size, of_down)
+    return sum_of_experts(y, place_of_slot, topk_weights, weights_input=weights_input)
 
 
 def linear_portable(

@@ -3,8 +3,6 @@
 Tokens are grouped into tiles of one expert each, their columns in the order in which the kernel
 multiplies them, and go through two launches: gate_up with the activation, and down. What they cost
 follows the experts that have tokens; nothing of widths or routing is known to the host.
-
-Not chosen by `dispatch` yet: its results on a device are still to be confirmed.
 """
 
 import jax
@@ -14,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from moejax.arena.experts import ExpertBias, Paged
 from moejax.arena.format import ceil_div
 from moejax.config import DENSE_WIDTH, Activation, ClampedSwiglu
-from moejax.pallas.grouping import Grouping, group
+from moejax.pallas.grouping import group
+from moejax.pallas.places import join_biases, sum_of_experts, tokens_of_tiles
 
 STEP_COLUMNS = 128
 """Columns of a step of the kernel, of which each of four neighbouring threads has 32."""
@@ -36,27 +35,21 @@ def permuted_columns(x: Float[Array, "rows columns"]) -> Float[Array, "rows padd
     return x.transpose(0, 1, 5, 3, 2, 4).reshape(rows, -1)
 
 
-def rows_of_tiles(
-    x: Float[Array, "tokens columns"],
-    grouping: Grouping,
-    tile_tokens: int,
-    weights: Float[Array, "tokens k"] | None,
-) -> Float[Array, "rows padded"]:
-    """What gate_up reads: the tokens of tile t from row t * tile_tokens on, columns permuted.
+def find_refusal(dtype: jnp.dtype, has_host: bool, bias: jnp.dtype | None) -> str | None:
+    """Says why the kernel cannot multiply, or None.
 
-    `weights`: what each token is multiplied with for each of its experts. Rows behind the last
-    token of a tile hold other tokens.
+    Args:
+        dtype: of the tokens.
+        has_host: some pages lie on the host.
+        bias: the dtype of the bias; None: there is none.
     """
-    place = grouping.tiles[:, 1:2] + jnp.arange(tile_tokens, dtype=jnp.int32)[None, :]
-    place = place.reshape(-1)
-    rows = permuted_columns(x)[grouping.token_of_place.at[place].get(mode="clip")]
-    if weights is None:
-        return rows
-    at_place = jnp.zeros(weights.size, x.dtype)
-    at_place = at_place.at[grouping.place_of_slot].set(
-        weights.reshape(-1).astype(x.dtype), mode="drop"
-    )
-    return rows * at_place.at[place].get(mode="clip")[:, None]
+    if dtype != jnp.bfloat16:
+        return "the prefill kernel computes in bfloat16"
+    if bias is not None and bias != dtype:
+        return f"the prefill kernel adds biases of bfloat16, not {bias}"
+    if has_host:
+        return "the prefill kernel does not read pages on the host"
+    return None
 
 
 def run_experts_prefill(
@@ -76,18 +69,22 @@ def run_experts_prefill(
     Raises NotImplementedError for other tiles and dtypes, and where experts have pages on the host.
     """
     tokens, k = topk_ids.shape
-    grouping = group(topk_ids, valid, experts.widths, size=tile_tokens)
+    grouping = group(
+        topk_ids,
+        valid,
+        experts.widths,
+        experts.layer,
+        size=tile_tokens,
+        experts=experts.num_experts,
+    )
     tiles = grouping.tiles
-    rows = rows_of_tiles(x, grouping, tile_tokens, topk_weights if weights_input else None)
-    of_gate_up = None if bias is None else jnp.stack([bias.gate, bias.up], axis=1)
-    of_down = None if bias is None else bias.down
+    weights = topk_weights if weights_input else None
+    rows = tokens_of_tiles(permuted_columns(x), grouping, tile_tokens, weights)
+    rows = rows.reshape(len(tiles) * tile_tokens, -1)
+    of_gate_up, of_down = join_biases(bias)
     gated = product_prefill(rows, tiles, experts, 0, tile_tokens, activation, of_gate_up)
     y = product_prefill(gated, tiles, experts, 1, tile_tokens, activation, of_down, tokens * k)
-    # Slots of invalid tokens have no place.
-    y = y.at[grouping.place_of_slot].get(mode="fill", fill_value=0).reshape(tokens, k, -1)
-    weights = jnp.ones_like(topk_weights) if weights_input else topk_weights
-    total = jnp.sum(y.astype(weights.dtype) * weights[:, :, None], axis=1)
-    return total.astype(x.dtype)
+    return sum_of_experts(y, grouping.place_of_slot, topk_weights, weights_input=weights_input)
 
 
 def product_prefill(
@@ -112,14 +109,12 @@ def product_prefill(
     from moejax.pallas.prefill_kernel import make_kernel
     from moejax.pallas.prefill_spec import Spec
 
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError("the prefill kernel computes in bfloat16")
     if tile_tokens not in TILE_TOKENS:
         raise NotImplementedError(f"tiles of {tile_tokens} tokens: the kernel has 64, 128 and 256")
-    if bias is not None and bias.dtype != x.dtype:
-        raise NotImplementedError(f"the prefill kernel adds biases of bfloat16, not {bias.dtype}")
-    if experts.host is not None:
-        raise NotImplementedError("the prefill kernel does not read pages on the host")
+    bias_dtype = None if bias is None else bias.dtype
+    refusal = find_refusal(x.dtype, experts.host is not None, bias_dtype)
+    if refusal is not None:
+        raise NotImplementedError(refusal)
     runs = (experts.gate_up, experts.down)[which]
     table = (experts.gate_up_pages, experts.down_pages)[which]
     bits = runs.quantization

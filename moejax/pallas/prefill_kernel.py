@@ -75,8 +75,9 @@ def make_kernel(spec: Spec, tiles: int, out_type: jax.ShapeDtypeStruct) -> Any:
 def _body(spec: Spec, *refs: Any, **scratch: Any) -> None:
     """Arguments in this order, and the output.
 
-    pages uint32[pages, words]; table int32[experts, slots]; tiles int32[tiles, 8]: expert, first
-    place, number of tokens (0: there is no tile), widths of gate_up and down, as in `Grouping`;
+    pages uint32[pages, words]; table int32[rows, slots]; tiles int32[tiles, 8]: row of the
+    table, first place, number of tokens (0: there is no tile), widths of gate_up and down, expert,
+    as in `Grouping`;
     x bfloat16[tiles * tokens, 128 * steps], rows by tiles, columns permuted;
     where `has_bias`, bias bfloat16[experts, 2, rows] or [experts, rows].
     Output: bfloat16[tiles * tokens, out_columns] of gate_up, as x; [places, rows] of down.
@@ -90,7 +91,8 @@ def _body(spec: Spec, *refs: Any, **scratch: Any) -> None:
     def _() -> None:
         tile = Tile(
             refs=every,
-            expert=tiles[number, 0],
+            row=tiles[number, 0],
+            expert=tiles[number, 5],
             first_token=number * spec.tokens,
             start=tiles[number, 1],
             count=count,
@@ -143,7 +145,7 @@ def _copy(spec: Spec, tile: Tile) -> None:
 
         # In a row of atoms a plane has one for each step, and values have DENSE_ATOMS.
         at = jnp.where(is_dense, s * DENSE_ATOMS, s)
-        scalars = (tile.expert, copies, *bands, at, per_row - 1, is_dense.astype(jnp.int32))
+        scalars = (tile.row, copies, *bands, at, per_row - 1, is_dense.astype(jnp.int32))
         into = first + stage * copies
         arrays = (refs["pages"], refs["table"], refs["atoms"], refs["full"])
         bring(*arrays, (*scalars, into, stage))

@@ -27,6 +27,8 @@ class Tile:
     """The references of a program, and what it works on."""
 
     refs: dict[str, Any]
+    row: jax.Array
+    """Of its expert in the table."""
     expert: jax.Array
     first_token: jax.Array
     """Row of its first token among those of all tiles."""
@@ -134,7 +136,7 @@ def planes_product(spec: Spec, tile: Tile, group: jax.Array) -> jax.Array:
         def run(ctx: Any, pages: Any, table: Any, atoms: Any, scalars: Any) -> Any:
             return regs.fill_table(spec, width, slot, pages, table, atoms, scalars)
 
-        scalars = (tile.expert, stored, group)
+        scalars = (tile.row, stored, group)
         return run(refs["pages"], refs["table"], refs["atoms"], scalars)
 
     def codes(width: int, s: jax.Array) -> list[jax.Array]:

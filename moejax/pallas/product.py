@@ -17,6 +17,7 @@ from moejax.arena.geometry import Runs
 from moejax.config import Activation, ClampedSwiglu
 from moejax.pallas.bridge import triton_call
 from moejax.pallas.grouping import group
+from moejax.pallas.places import join_biases, sum_of_experts, tokens_of_tiles
 
 STEP_COLUMNS = 256
 """Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
@@ -85,25 +86,15 @@ def run_experts_paged(
     """What `run_experts` gives, by kernels, in bfloat16. `tilings`: of gate_up and of down."""
     tokens, k = topk_ids.shape
     size = tilings[0].tokens
-    grouping = group(topk_ids, valid, experts.widths, size=size)
+    grouping = group(
+        topk_ids, valid, experts.widths, experts.layer, size=size, experts=experts.num_experts
+    )
     tiles = grouping.tiles
-    place = tiles[:, 1:2] + jnp.arange(size, dtype=jnp.int32)[None, :]
-    rows = x[grouping.token_of_place.at[place].get(mode="clip")]
-    if weights_input:
-        weights = jnp.zeros(topk_ids.size, x.dtype)
-        weights = weights.at[grouping.place_of_slot].set(
-            topk_weights.reshape(-1).astype(x.dtype), mode="drop"
-        )
-        rows = rows * weights.at[place].get(mode="clip")[:, :, None]
-    of_gate_up = None if bias is None else jnp.stack([bias.gate, bias.up], axis=1)
-    of_down = None if bias is None else bias.down
+    rows = tokens_of_tiles(x, grouping, size, topk_weights if weights_input else None)
+    of_gate_up, of_down = join_biases(bias)
     gated = product(to_fragments(rows), tiles, experts, 0, tilings[0], activation, of_gate_up)
     y = product(gated, tiles, experts, 1, tilings[1], activation, of_down, tokens * k)
-    # Slots of invalid tokens have no place.
-    y = y.at[grouping.place_of_slot].get(mode="fill", fill_value=0).reshape(tokens, k, -1)
-    weights = jnp.ones_like(topk_weights) if weights_input else topk_weights
-    total = jnp.sum(y.astype(weights.dtype) * weights[:, :, None], axis=1)
-    return total.astype(x.dtype)
+    return sum_of_experts(y, grouping.place_of_slot, topk_weights, weights_input=weights_input)
 
 
 def product(

@@ -15,28 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from moejax.pallas.dense_product import dense_product
 from moejax.pallas.planes_product import planes_product
-from moejax.pallas.ptx import barrier, load_shared, shared_address, store_shared
-
-
-@gluon.jit
-def _add_warps(
-    acc, memory, tid, COUNT: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr
-):
-    """The sums over the warps that share rows, in a fixed order; right in the first of them."""
-    ROW_THREADS: gl.constexpr = 32 * ROW_WARPS
-    mine = memory + (tid % ROW_THREADS * 4).to(gl.uint32)
-    barrier()
-    for j in gl.static_range(COUNT):
-        of_warp = (tid // ROW_THREADS * (COUNT * ROW_THREADS * 4)).to(gl.uint32)
-        store_shared(mine + of_warp + j * (ROW_THREADS * 4), acc[j])
-    barrier()
-    added = ()
-    for j in gl.static_range(COUNT):
-        total = load_shared(mine + j * (ROW_THREADS * 4))
-        for k in gl.static_range(1, K_WARPS):
-            total += load_shared(mine + (k * COUNT + j) * (ROW_THREADS * 4))
-        added = added + (total,)
-    return added
+from moejax.pallas.ptx import add_warps, shared_address
 
 
 @gluon.jit
@@ -89,8 +68,8 @@ def _store_gated(
 def product_kernel(
     pages,  # uint32[pages, words]
     host,  # uint32[host pages, words]
-    table,  # int32[experts, slots]
-    tiles,  # int32[tiles, 8]: expert, first place, tokens, widths of gate_up and down
+    table,  # int32[rows, slots]
+    tiles,  # int32[tiles, 8]: row, first place, tokens, widths of gate_up and down, expert
     x,  # bfloat16[tiles, steps * 2048 * TILES]: fragments of tokens
     bias,  # bfloat16[experts, 2, width] or [experts, rows]
     out,  # bfloat16: fragments [tiles, ...] of gate_up, [places, rows] of down
@@ -122,14 +101,14 @@ def product_kernel(
     tile = gl.program_id(1)
     header = tiles + tile * 8
     count = gl.load(header + 2)
-    expert = gl.load(header)
+    expert = gl.load(header + 5)
     width = gl.load(header + 3 + WHICH)
     start = gl.load(header + 1)
     if count > 0:
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [ROW_WARPS * K_WARPS], [0])
         tid = gl.arange(0, THREADS, layout=ONE)
         memory = shared_address(SHARED, THREADS)
-        slots = table + expert.to(gl.int64) * SLOTS
+        slots = table + gl.load(header).to(gl.int64) * SLOTS
         if WHICH == 0:
             row0 = gl.program_id(0) * BLOCK
             row1 = row0 + (ROWS + 63) // 64 * 64
@@ -166,7 +145,7 @@ def product_kernel(
                     PAGE_WORDS, COLUMNS, TILES, ROW_WARPS, K_WARPS, HAS_HOST,
                 )  # fmt: skip
         if K_WARPS > 1:
-            acc = _add_warps(acc, memory, tid, 8 * TILES, ROW_WARPS, K_WARPS)
+            acc = add_warps(acc, memory, tid, 8 * TILES, ROW_WARPS, K_WARPS)
         stores = tid < 32 * ROW_WARPS
         row = tid // 32 % ROW_WARPS * 16 + g
         token = tid % 4 * 2

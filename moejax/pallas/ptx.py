@@ -53,6 +53,27 @@ def load_shared(address):
 
 
 @gluon.jit
+def add_warps(
+    acc, memory, tid, COUNT: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr
+):
+    """The sums over the warps that share rows, in a fixed order; right in the first of them."""
+    ROW_THREADS: gl.constexpr = 32 * ROW_WARPS
+    mine = memory + (tid % ROW_THREADS * 4).to(gl.uint32)
+    barrier()
+    for j in gl.static_range(COUNT):
+        of_warp = (tid // ROW_THREADS * (COUNT * ROW_THREADS * 4)).to(gl.uint32)
+        store_shared(mine + of_warp + j * (ROW_THREADS * 4), acc[j])
+    barrier()
+    added = ()
+    for j in gl.static_range(COUNT):
+        total = load_shared(mine + j * (ROW_THREADS * 4))
+        for k in gl.static_range(1, K_WARPS):
+            total += load_shared(mine + (k * COUNT + j) * (ROW_THREADS * 4))
+        added = added + (total,)
+    return added
+
+
+@gluon.jit
 def store_entries(address, upper, lower, LINE: gl.constexpr):
     """Stores two neighbouring entries of two tables, LINE bytes apart.
 

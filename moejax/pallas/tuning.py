@@ -7,6 +7,7 @@ import pathlib
 
 from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
 from moejax.arena.geometry import Runs
+from moejax.pallas.prefill import TILE_TOKENS
 from moejax.pallas.product import Tiling
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
@@ -14,6 +15,13 @@ TUNED = pathlib.Path(__file__).parent / "tuned"
 _LARGEST_TILE = 32
 # Enough programs for each multiprocessor of the largest GPUs to have two.
 _ENOUGH_PROGRAMS = 264
+# Of the kernel for many tokens: rows of a program, of which a multiprocessor has one at a time;
+# multiprocessors of the only GPUs that it runs on.
+_PREFILL_ROWS, _MULTIPROCESSORS = 128, 132
+# Tokens that a program could multiply in the time that it takes for any number: not measured.
+_DECODED_TOKENS = 100
+# What keys of its tiles begin with.
+_PREFILL = "prefill"
 
 
 def choose_tilings(
@@ -42,13 +50,48 @@ def choose_tiling(
 
 def tile_tokens(tokens: int, k: int, num_experts: int) -> int:
     """Tokens of a tile: a power of two that holds what an expert with tokens has on average."""
-    share = tokens * k / num_experts
-    # Of experts that have any, if each slot went to a random one.
-    mean = share / -math.expm1(-share)
+    mean = tokens * k / _experts_with_tokens(tokens, k, num_experts)
     size = 8
     while size < min(1.25 * mean, _LARGEST_TILE):
         size *= 2
     return size
+
+
+def _experts_with_tokens(tokens: int, k: int, num_experts: int) -> float:
+    """How many they are on average, if each slot went to a random one."""
+    return -num_experts * math.expm1(-tokens * k / num_experts)
+
+
+def choose_prefill_tile(tokens: int, k: int, num_experts: int, down: Runs, device_kind: str) -> int:
+    """Tokens of a tile of the kernel for many tokens: as measured, or by `prefill_cost`."""
+    key = prefill_key(tokens, k, num_experts, down)
+    found = tuned_prefill_tiles(device_kind).get(key)
+    blocks = ceil_div(down.shape.rows, _PREFILL_ROWS)
+    costs = {size: prefill_cost(tokens, k, num_experts, blocks, size) for size in TILE_TOKENS}
+    return found or min(costs, key=costs.__getitem__)
+
+
+def prefill_cost(tokens: int, k: int, num_experts: int, blocks: int, size: int) -> int:
+    """A guess of the time of a launch with tiles of `size` tokens and `blocks` programs for each.
+
+    In tokens that a program multiplies. The last tile of an expert is half full on average.
+    """
+    if k == num_experts:
+        tiles = float(k * ceil_div(tokens, size))
+    else:
+        experts = _experts_with_tokens(tokens, k, num_experts)
+        tiles = max(experts, tokens * k / size + experts / 2)
+    return math.ceil(tiles * blocks / _MULTIPROCESSORS) * (_DECODED_TOKENS + size)
+
+
+def prefill_key(tokens: int, k: int, num_experts: int, down: Runs) -> str:
+    """What such a tile is stored under: shape of down, tokens of an expert on average, experts.
+
+    Both numbers in powers of two.
+    """
+    mean = 1 << (ceil_div(tokens * k, num_experts) - 1).bit_length()
+    experts = 1 << (num_experts - 1).bit_length()
+    return f"{_PREFILL} {down.shape.rows}x{down.shape.columns} mean {mean} experts {experts}"
 
 
 def tuning_key(which: int, runs: Runs, size: int, most_experts: int) -> str:
@@ -74,11 +117,22 @@ def default_tiling(which: int, runs: Runs, size: int, num_experts: int, slots: i
 @functools.cache
 def tuned_tilings(device_kind: str) -> dict[str, Tiling]:
     """Measured tilings of a kind of device; empty where none were."""
+    return {
+        key: Tiling(tokens=value[0], row_warps=value[1], k_warps=value[2])
+        for key, value in _read(device_kind).items()
+        if not key.startswith(_PREFILL)
+    }
+
+
+@functools.cache
+def tuned_prefill_tiles(device_kind: str) -> dict[str, int]:
+    """The same of tiles of the kernel for many tokens."""
+    return {key: value[0] for key, value in _read(device_kind).items() if key.startswith(_PREFILL)}
+
+
+def _read(device_kind: str) -> dict[str, list[int]]:
     path = TUNED / f"{device_kind.replace(' ', '_')}.json"
     if not path.is_file():
         return {}
-    read = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        key: Tiling(tokens=tokens, row_warps=row_warps, k_warps=k_warps)
-        for key, (tokens, row_warps, k_warps) in read.items()
-    }
+    found: dict[str, list[int]] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -178,8 +178,9 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     add(
         "kernel",
         "what multiplies with experts and attends: reference (plain jax.numpy, on any device), "
-        "triton (NVIDIA GPUs, float32 too), gluon (NVIDIA GPUs, bfloat16, the fastest); auto: the "
-        "fastest that works here. What is named and does not work is refused",
+        "triton (NVIDIA GPUs, float32 too), gluon (NVIDIA GPUs, bfloat16, made for few tokens), "
+        "mosaic (NVIDIA GPUs of compute capability 9.0, bfloat16, made for many tokens); auto: "
+        "what is made for a step and works here. What is named and does not work is refused",
         choices=KERNELS,
     )
     add("seed", "seed for requests without one of their own", type=int, metavar="N")

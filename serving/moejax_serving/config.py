@@ -5,7 +5,7 @@ from typing import no_type_check
 
 from moejax.errors import ConfigError
 
-KERNELS = ("auto", "reference", "triton", "gluon")
+KERNELS = ("auto", "reference", "triton", "gluon", "mosaic")
 
 
 @no_type_check  # The values come from callers: __post_init__ checks them, and says which is wrong.

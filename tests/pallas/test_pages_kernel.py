@@ -234,7 +234,7 @@ def test_places_beyond_2_31_words_on_a_gpu() -> None:
     np.testing.assert_array_equal(pages[last - 1], staged[0])
     np.testing.assert_array_equal(pages[1], staged[1])
     k = random_words(1, 2, 64).view(np.float32)
-    numbers = (jnp.array(n, jnp.int32) for n in ([0, last], [[0, 1]], [0], [9]))
+    numbers = (jnp.array(n, jnp.int32) for n in ([[0, last]], [[0, 1]], 0, [0], [9]))
     pages = write(pages, jnp.asarray(k), None, *numbers, jnp.array([True]), block_size=8)
     staged[0, 128:256] = k.view(np.uint32).reshape(-1)
     np.testing.assert_array_equal(pages[last], staged[0])

@@ -9,8 +9,7 @@ import aot
 from moejax.arena.experts import ExpertBias, Paged
 from moejax.arena.format import ATOM_WORDS, dense_words, plane_words
 from moejax.config import ClampedSwiglu, Quantization
-from moejax.pallas.grouping import group
-from moejax.pallas.prefill import permuted_columns, rows_of_tiles, run_experts_prefill
+from moejax.pallas.prefill import find_refusal, permuted_columns, run_experts_prefill
 from moejax.pallas.prefill_product import codes_of
 from moejax.pallas.prefill_spec import DENSE, MAX_WEIGHT_STAGES, WEIGHT_ATOMS, Spec
 from pallas.paged_experts import Case, Experts, expected, make_experts, relative_error
@@ -152,34 +151,6 @@ def test_columns_lie_where_threads_multiply_them() -> None:
     assert sorted(seen) == list(range(384))
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_each_tile_has_rows_of_its_own(size: int) -> None:
-    """Tile t has its tokens from row t * size on, whatever the places where it starts."""
-    experts = make_experts(Case(experts=5, tokens=150, k=3))
-    arrays = map(jnp.asarray, (experts.topk_ids, experts.valid, experts.widths))
-    grouping = group(*arrays, size=size)
-    weights = experts.topk_weights
-    found = np.asarray(
-        rows_of_tiles(jnp.asarray(experts.x), grouping, size, jnp.asarray(weights)), np.float32
-    )
-    plain = np.asarray(rows_of_tiles(jnp.asarray(experts.x), grouping, size, None))
-    x = np.asarray(permuted_columns(jnp.asarray(experts.x)), np.float32)
-    assert found.shape == (len(grouping.tiles) * size, x.shape[1])
-    seen = []
-    for t, (expert, _, count, *_) in enumerate(np.asarray(grouping.tiles)):
-        for row in range(t * size, t * size + count):
-            (token,) = np.flatnonzero((x == plain[row].astype(np.float32)).all(1))
-            (slot,) = np.flatnonzero(experts.topk_ids[token] == expert)
-            weight = np.float32(weights[token, slot].astype(experts.x.dtype))
-            np.testing.assert_array_equal(
-                found[row], (x[token] * weight).astype(experts.x.dtype).astype(np.float32)
-            )
-            seen.append((token, slot))
-    assert len(seen) == len(set(seen)) == 3 * experts.valid.sum()
-    starts = np.asarray(grouping.tiles)[:, 1]
-    assert (starts % 8 > 0).any()
-
-
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_codes_from_words_of_planes(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (40, 32))
@@ -270,6 +241,12 @@ def test_what_it_cannot_do_is_refused(
         run_experts_prefill(
             jnp.asarray(experts.x, dtype), *arrays, paged, tile_tokens=tile_tokens, bias=bias
         )
+
+
+def test_what_it_can_do_is_not_refused() -> None:
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    assert find_refusal(bfloat16, False, None) is None
+    assert find_refusal(bfloat16, False, bfloat16) is None
 
 
 def test_kernels_compile_for_an_h200() -> None:

@@ -127,13 +127,12 @@ def test_other_linears_at_any_width(tokens: int, products: str) -> None:
     kernels = Kernels(products=products)
 
     @jax.jit
-    def program(pages, slots, width, x, bias):
-        return run_linear(x, bias, pages, None, slots, width, experts.runs[1], kernels)
+    def program(pages, tables, widths, row, x, bias):
+        return run_linear(x, bias, pages, None, tables, widths, row, experts.runs[1], kernels)
 
+    arrays = (paged.pages, paged.down_pages, paged.widths[:, 1])
     for e, (_, width) in enumerate(experts.widths.tolist()):
-        found = program(
-            paged.pages, paged.down_pages[e], jnp.int32(width), jnp.asarray(x), jnp.asarray(bias)
-        )
+        found = program(*arrays, jnp.int32(e), jnp.asarray(x), jnp.asarray(bias))
         (weights,) = experts.coded[e][1].weights(width, "bfloat16").astype(np.float64)
         wanted = x.astype(np.float64) @ weights.T + bias.astype(np.float64)
         assert relative_error(np.asarray(found), wanted) < TOLERANCE

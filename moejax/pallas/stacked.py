@@ -1,0 +1,131 @@
+"""Products of few tokens with matrices of one layer that lie in arrays of all layers.
+
+XLA multiplies with one matrix after the other, and for kernels of its own it copies a layer's
+matrix out of the array first. Here one launch multiplies with up to three matrices where they lie:
+queries, keys and values, or gate and up.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from moejax.arena.format import ceil_div
+from moejax.pallas.bridge import triton_call, with_reference
+
+MAX_MATRICES = 3
+MAX_TOKENS = 64
+# Of a load of 16 bytes.
+_COLUMNS = 8
+# Rows in all up to which a program has 16 of them: else there were too few.
+_FEW_ROWS = 8192
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a product is cut."""
+
+    blocks: int
+    """Of 16 rows, of each warp: 1 or 2."""
+    row_warps: int
+    """Warps of a program with rows of their own."""
+    k_warps: int
+    """Warps that share rows and take turns at the columns."""
+
+
+def takes(x: Any, matrices: Sequence[Float[Array, "layers _ k"]]) -> bool:
+    """Whether the kernel multiplies these; x [tokens, k] may be a shape."""
+    return (
+        0 < x.shape[0] <= MAX_TOKENS
+        and 0 < len(matrices) <= MAX_MATRICES
+        and x.shape[1] % _COLUMNS == 0
+        and all(w.dtype == x.dtype == jnp.bfloat16 for w in matrices)
+    )
+
+
+def multiply(
+    x: Float[Array, "tokens k"],
+    matrices: Sequence[Float[Array, "layers _ k"]],
+    layer: Int32[Array, ""],
+    dtype: jnp.dtype | None = None,
+) -> list[Float[Array, "tokens _"]]:
+    """x times the transpose of each matrix of a layer, summed in float32.
+
+    `dtype`: of the results; None: that of x. Raises ValueError where `takes` says no.
+    """
+    if not takes(x, matrices):
+        raise ValueError("the kernel does not multiply these")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    joined = with_reference(partial(_reference, dtype=dtype), partial(_multiply, dtype=dtype))
+    found: list[Array] = joined(x, list(matrices), layer)
+    return found
+
+
+def _reference(
+    x: Float[Array, "tokens k"],
+    matrices: list[Float[Array, "layers _ k"]],
+    layer: Int32[Array, ""],
+    *,
+    dtype: jnp.dtype,
+) -> list[Float[Array, "tokens _"]]:
+    found = []
+    for stack in matrices:
+        w = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+        y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        found.append(y.astype(dtype))
+    return found
+
+
+def choose_tiling(tokens: int, rows: int) -> Tiling:
+    """For `rows` of all matrices together."""
+    if tokens <= 8:
+        return Tiling(blocks=1, row_warps=1, k_warps=8)
+    if rows <= _FEW_ROWS:
+        return Tiling(blocks=1, row_warps=2, k_warps=4)
+    return Tiling(blocks=2, row_warps=2, k_warps=4)
+
+
+def _multiply(
+    x: Float[Array, "tokens k"],
+    matrices: list[Float[Array, "layers _ k"]],
+    layer: Int32[Array, ""],
+    *,
+    dtype: jnp.dtype,
+    tiling: Tiling | None = None,
+) -> list[Float[Array, "tokens _"]]:
+    from moejax.pallas.stacked_kernel import stacked_kernel
+
+    tokens, columns = x.shape
+    rows = [w.shape[1] for w in matrices]
+    tiling = tiling or choose_tiling(tokens, sum(rows))
+    missing = MAX_MATRICES - len(rows)
+    block = 16 * tiling.row_warps * tiling.blocks
+    tiles = 1
+    while 8 * tiles < tokens:
+        tiles *= 2
+    threads = 32 * tiling.row_warps * tiling.k_warps
+    shapes = [(tokens, m) for m in rows] + [(1, 1)] * missing
+    found = triton_call(
+        layer,
+        x,
+        *matrices,
+        *[x] * missing,
+        kernel=stacked_kernel,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+        grid=sum(ceil_div(m, block) for m in rows),
+        num_warps=tiling.row_warps * tiling.k_warps,
+        TOKENS=tokens,
+        ROWS=(*rows, *[0] * missing),
+        COLUMNS=columns,
+        BLOCKS=tiling.blocks,
+        TILES=tiles,
+        ROW_WARPS=tiling.row_warps,
+        K_WARPS=tiling.k_warps,
+        SHARED=threads * 4 * 4 * tiling.blocks * tiles,
+    )
+    return list(found[: len(rows)])
