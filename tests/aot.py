@@ -7,6 +7,7 @@ Tests say `import aot`; those that ask for a mesh are skipped where the wheels a
 """
 
 import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -116,24 +117,61 @@ def large_matrices(compiled: Any, min_bytes: int = 1 << 20) -> list[str]:
 
     In a step of few tokens these are weights that are copied before they are used.
     """
-    text = compiled.as_text()
-    bodies = set(re.findall(r"body=%([\w.-]+)", text))
     found = []
-    for computation in re.split(r"\n(?=%[\w.-]+ \()", text):
-        name = re.match(r"%([\w.-]+) \(", computation)
-        if name is None or name[1] not in bodies:
+    for line in itertools.chain(*_loop_bodies(compiled)):
+        match = re.match(r"\s+(?:ROOT )?%([\w.-]+) = (.*?) fusion(?:-start)?\(", line)
+        # The slice of a stack that goes into a product with it is none.
+        if match is None or match[1].startswith("dynamic_slice_fusion"):
             continue
-        for line in computation.splitlines():
-            match = re.match(r"\s+(?:ROOT )?%([\w.-]+) = (.*?) fusion(?:-start)?\(", line)
-            # The slice of a stack that goes into a product with it is none.
-            if match is None or match[1].startswith("dynamic_slice_fusion"):
-                continue
-            for kind, bits, shape in re.findall(r"(b?f)(\d+)\[(\d+(?:,\d+){1,2})\]", match[2]):
-                stacked = "fusion-start" in line and match[2].index(f"{kind}{bits}[{shape}]") < 3
-                size = math.prod(int(n) for n in shape.split(",")) * int(bits) // 8
-                if size >= min_bytes and not stacked:
-                    found.append(line.strip())
+        for kind, bits, shape in re.findall(r"(b?f)(\d+)\[(\d+(?:,\d+){1,2})\]", match[2]):
+            stacked = "fusion-start" in line and match[2].index(f"{kind}{bits}[{shape}]") < 3
+            size = math.prod(int(n) for n in shape.split(",")) * int(bits) // 8
+            if size >= min_bytes and not stacked:
+                found.append(line.strip())
     return found
+
+
+def slices_in_loops(compiled: Any) -> list[str]:
+    """Fusions in loops that do nothing but slice, as text.
+
+    On the device they are copies whose source changes from one round of the loop to the next, and
+    XLA records the CUDA graph that has one anew for each round.
+    """
+    computations = _computations(compiled)
+    free = {"parameter", "constant", "bitcast", "clamp", "tuple", "dynamic-slice"}
+    found = []
+    for line in itertools.chain(*_loop_bodies(compiled)):
+        called = re.search(r" fusion(?:-start)?\(.*calls=%([\w.-]+)", line)
+        if called is not None:
+            kinds = {kind for row in computations[called[1]] if (kind := _operation(row))}
+            if "dynamic-slice" in kinds and kinds <= free:
+                found.append(line.strip())
+    return found
+
+
+def launches_in_loops(compiled: Any) -> list[int]:
+    """Of each loop how many kernels a round launches."""
+    kinds = {"fusion", "fusion-start", "custom-call", "copy", "sort"}
+    return [sum(_operation(line) in kinds for line in body) for body in _loop_bodies(compiled)]
+
+
+def _computations(compiled: Any) -> dict[str, list[str]]:
+    """The lines of each computation of a compiled program, by its name."""
+    parts = re.split(r"\n(?=%[\w.-]+ \(|ENTRY )", compiled.as_text())
+    names = (re.match(r"(?:ENTRY )?%([\w.-]+) \(", part) for part in parts)
+    return {n[1]: part.splitlines()[1:] for n, part in zip(names, parts, strict=True) if n}
+
+
+def _loop_bodies(compiled: Any) -> list[list[str]]:
+    bodies = dict.fromkeys(re.findall(r"body=%([\w.-]+)", compiled.as_text()))
+    computations = _computations(compiled)
+    return [computations[name] for name in bodies]
+
+
+def _operation(line: str) -> str | None:
+    """What an instruction does, such as fusion."""
+    match = re.match(r"\s+(?:ROOT )?%[\w.-]+ = (?:\([^=]*?\)|\S+) ([\w-]+)\(", line)
+    return match[1] if match else None
 
 
 def has_remat(compiled: Any) -> bool:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from moejax.config import Attention, AttentionTemperature
 from moejax.layers.attention import Qkv
-from moejax.layers.linear import Linear, RmsNorm, Stack, run_linears
+from moejax.layers.linear import LayerVector, Linear, RmsNorm, Stack, run_linears
 from moejax.layers.rope import rotate
 from moejax.pallas.norms import unit_rms
 
@@ -71,7 +71,8 @@ class AttentionLayer(nnx.Module):
             q, k = (unit_rms(y, self.epsilon).astype(y.dtype) for y in (q, k))
         if part.temperature is not None:
             q = heat(q, positions, part.temperature)
-        return Qkv(q, k, v, self.sinks[...] if part.sinks else None)
+        sinks = self.sinks[...] if part.sinks else None
+        return Qkv(q, k, v, sinks.row() if isinstance(sinks, LayerVector) else sinks)
 
     def output(self, o: Float[Array, "tokens heads size"]) -> Float[Array, "tokens hidden"]:
         """The output projection."""

@@ -6,7 +6,7 @@ leading axes under which a segment's layers are stacked; a scan takes them off a
 
 import dataclasses
 from types import EllipsisType
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -95,10 +95,17 @@ class LayerMatrix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerVector:
-    """The weight of a norm of one layer in the array of all layers, which is not copied."""
+    """A small weight of one layer in the array of all layers, which is not sliced."""
 
     stack: Float[Array, "layers size"]
     layer: Int32[Array, ""]
+
+    def row(self) -> Float[Array, " size"]:
+        """The weight, chosen among all: XLA makes copies of slices, and these are computed."""
+        number = jnp.arange(len(self.stack), dtype=jnp.int32)
+        zero = jnp.zeros((), self.stack.dtype)
+        chosen = jnp.where((number == self.layer)[:, None], self.stack, zero)
+        return jnp.sum(chosen, axis=0, dtype=jnp.float32).astype(self.stack.dtype)
 
     def __getitem__(self, at: EllipsisType) -> "LayerVector":
         return self
@@ -124,12 +131,13 @@ class Linear(nnx.Module):
 
 def run_linears(x: Float[Array, "tokens k"], linears: list[Linear]) -> list[Array]:
     """What each of these gives for x, by one launch where a kernel multiplies with all."""
-    weights = [linear.weight[...] for linear in linears]
-    if not all(isinstance(w, LayerMatrix) for w in weights):
+    weights: list[object] = [linear.weight[...] for linear in linears]
+    matrices = [w for w in weights if isinstance(w, LayerMatrix)]
+    if len(matrices) < len(linears):
         return [linear(x) for linear in linears]
-    matrices = cast(list[LayerMatrix], weights)
     biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
-    dtype = x.dtype if biases == [None] * len(biases) else jnp.dtype(jnp.float32)
+    has_bias = any(bias is not None for bias in biases)
+    dtype = jnp.dtype(jnp.float32) if has_bias else x.dtype
     found = stacked.multiply(x, [w.stack for w in matrices], matrices[0].layer, dtype)
     with_bias = [y if b is None else _add_bias(y, b) for y, b in zip(found, biases, strict=True)]
     return [y.astype(x.dtype) for y in with_bias]
@@ -165,7 +173,7 @@ class RmsNorm(nnx.Module):
                 rounds_late=self.rounds_late,
             )
             return y.reshape(x.shape)
-        return norms.normed(x, weight, self.epsilon, self.rounds_late)
+        return norms.normed(x, weight, self.epsilon, rounds_late=self.rounds_late)
 
 
 def add_and_norm(

@@ -49,5 +49,4 @@ class SharedExpertLayer(MlpLayer):
         if self.router is None:
             return super().__call__(x)
         gate, up, router = run_linears(x, [self.gate, self.up, self.router])
-        y = self.down(activate(gate, up, self.activation))
-        return y * jax.nn.sigmoid(router)
+        return self.down(activate(gate, up, self.activation)) * jax.nn.sigmoid(router)

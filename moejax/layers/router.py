@@ -1,6 +1,7 @@
 """Routers: which experts a token goes to, and with which weights."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from moejax.config import ExpertGroups, Router
-from moejax.layers.linear import LayerMatrix, Stack, product_float32
-from moejax.pallas.norms import unit_rms
-
-# A sum of scores may be zero.
-_LEAST_SUM = 1e-20
+from moejax.layers.linear import LayerMatrix, LayerVector, Stack, product_float32
+from moejax.pallas import norms, routing
+from moejax.pallas.bridge import with_reference
+from moejax.pallas.routing import LEAST_SUM
 
 
 class Routing(NamedTuple):
@@ -48,7 +48,7 @@ def route(
         _, ids = lax.top_k(choice, part.experts_per_token)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
     if part.renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + LEAST_SUM)
     if part.scale != 1.0:
         weights = weights * part.scale
     if expert_scale is not None:
@@ -112,28 +112,85 @@ class RouterLayer(nnx.Module):
         if part.expert_scale:
             self.expert_scale = nnx.Param(jnp.ones(experts, dtype))
 
+    def inputs(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """What the weight multiplies, in the dtype of the logits."""
+        if self.part.input_norm:
+            scale = self.input_scale[...]
+            if isinstance(scale, LayerVector):
+                x = norms.rms_norm(
+                    x, scale.stack, scale.layer, epsilon=self.epsilon, rounds_late=False
+                )
+            else:
+                x = norms.normed(x, scale, self.epsilon, rounds_late=False)
+            x = x * x.shape[-1] ** -0.5
+        return x.astype(jnp.float32) if self.part.float32_logits else x
+
     def logits(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
         """In float32 or in the dtype of x, as the part says."""
-        part = self.part
-        if part.input_norm:
-            x = unit_rms(x, self.epsilon).astype(x.dtype) * self.input_scale[...][None, :]
-            x = x * x.shape[-1] ** -0.5
-        if part.float32_logits:
-            x = x.astype(jnp.float32)
-        weight = self.weight[...]
-        if isinstance(weight, LayerMatrix):
-            logits = weight.product_float32(x)
-        else:
-            logits = product_float32(x, weight)
-        if part.bias:
+        x = self.inputs(x)
+        logits = product_float32(x, self.weight[...])
+        if self.part.bias:
             logits = logits + self.bias[...].astype(jnp.float32)[None, :]
         return logits.astype(x.dtype)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Routing:
-        part = self.part
+        part, weight = self.part, self.weight[...]
+        if isinstance(weight, LayerMatrix):
+            return self.route_in_place(weight.product_float32(self.inputs(x)), weight, x.dtype)
         return route(
             self.logits(x),
             part,
             self.choice_bias[...] if part.choice_bias else None,
             self.expert_scale[...] if part.expert_scale else None,
         )
+
+    def route_in_place(
+        self, product: Float32[Array, "tokens experts"], weight: LayerMatrix, dtype: Any
+    ) -> Routing:
+        """The same, from the product with a weight that is read in place."""
+        part = self.part
+        learned = [
+            getattr(self, name)[...] if has else None
+            for name, has in (
+                ("bias", part.bias),
+                ("choice_bias", part.choice_bias),
+                ("expert_scale", part.expert_scale),
+            )
+        ]
+        if not routing.takes(part):
+            return _round_and_route(product, *learned, part=part, dtype=dtype)
+        stacks = [v.stack if isinstance(v, LayerVector) else v for v in learned]
+        joined = with_reference(
+            partial(_route_reference, part=part, dtype=dtype),
+            partial(routing.route_tokens, part=part, dtype=dtype),
+        )
+        return Routing(*joined(product, weight.layer, *stacks))
+
+
+def _round_and_route(
+    product: Float32[Array, "tokens experts"],
+    bias: Float[Array, " experts"] | None,
+    choice_bias: Float32[Array, " experts"] | None,
+    expert_scale: Float[Array, " experts"] | None,
+    *,
+    part: Router,
+    dtype: Any,
+) -> Routing:
+    if bias is not None:
+        product = product + bias.astype(jnp.float32)[None, :]
+    return route(product.astype(dtype), part, choice_bias, expert_scale)
+
+
+def _route_reference(
+    product: Float32[Array, "tokens experts"],
+    layer: Int32[Array, ""],
+    *stacks: Float[Array, "layers experts"] | None,
+    part: Router,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    of_layer = [
+        None if stack is None else lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+        for stack in stacks
+    ]
+    found = _round_and_route(product, *of_layer, part=part, dtype=dtype)
+    return found.topk_ids, found.topk_weights

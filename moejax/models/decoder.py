@@ -271,7 +271,10 @@ class Decoder(nnx.Module):
             # Layers are counted in the carry: numbers that are scanned would be copied.
             x, carry = state
             (x, carry, _), _ = lax.scan(
-                body, (x, carry, jnp.int32(0)), (scanned, memory.layers(number))
+                body,
+                (x, carry, jnp.int32(0)),
+                (scanned, memory.layers(number)),
+                length=self.config.segments[number].repeats,
             )
             state = x, carry
         x, carry = state

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from moejax.layers.experts import ByKernels, Experts
 from moejax.models.batch import Batch
 from moejax.models.coded import CodedMatrix, Current
 from moejax.models.paged_attention import View, attend_decode, attend_ragged
-from moejax.pallas import stacked
+from moejax.pallas import routing, stacked
 from moejax.pallas.attention import Plan, attend_paged, make_plan
 from moejax.pallas.attention_tiling import Tiling, choose_tilings
 from moejax.pallas.dispatch import REFERENCE, Kernels
@@ -147,14 +147,26 @@ class PagedMemory:
         return paged if self.kernels.products == "reference" else ByKernels(paged, self.kernels)
 
     def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
-        if self.kernels.products == "reference" or not name.endswith(".weight"):
+        if self.kernels.products == "reference":
             return False
-        if stack.ndim == 2:
-            return name.endswith("norm.weight") and self.config.norm != "layer"
-        if self.kernels.products == "triton" or stack.ndim != 3:
+        if name.endswith("norm.weight"):
+            return stack.ndim == 2 and self.config.norm != "layer"
+        if name.endswith(("router.input_scale", "attention.sinks")):
+            return True
+        if name.endswith(("router.bias", "router.choice_bias", "router.expert_scale")):
+            # As the router's weight, where a kernel reads these.
+            router = self.config.moe.router
+            own = not router.float32_logits and routing.takes(router)
+            return own and self._multiplies(self.config.hidden_size, self.geometry.dtype)
+        if not name.endswith(".weight") or stack.ndim != 3:
             return False
-        x = jax.ShapeDtypeStruct((len(self.batch.tokens), stack.shape[2]), stack.dtype)
-        return stacked.takes(x, [stack])
+        return self._multiplies(stack.shape[2], stack.dtype)
+
+    def _multiplies(self, columns: int, dtype: Any) -> bool:
+        """Whether a kernel multiplies the step's tokens with matrices in place."""
+        if self.kernels.products == "triton":
+            return False
+        return stacked.takes(len(self.batch.tokens), columns, jnp.dtype(dtype))
 
     def linears(
         self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: PagedLayer

@@ -36,6 +36,9 @@ COMPILER_OPTIONS = {
     ),
     # Its products get copies of a layer's weights; those of cuBLAS read the array of all layers.
     "xla_gpu_enable_triton_gemm": False,
+    # Of a layer's kernels those run side by side that do not wait for each other: the shared expert
+    # beside the routed ones.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 

@@ -1,8 +1,10 @@
 """From words of bit-planes to codes, in Gluon: exchanges of bits between words and within them.
 
-A word of a plane has one bit of 32 columns. Three exchanges, of single bits, of pairs and of
-nibbles, turn the words of up to eight planes into eight words of four codes, each in a byte of its
-own: word s holds the codes of columns s, 8 + s, 16 + s and 24 + s, the first in its low byte.
+A word of a plane has one bit of 32 columns. Two exchanges, of single bits and of pairs, turn the
+words of up to four planes into four words of eight codes, each in a nibble: word r holds those of
+columns r, 4 + r, 8 + r, ... 28 + r, the first in its low nibble. A third, of nibbles, turns the
+words of up to eight planes into eight words of four codes, each in a byte: word s holds those of
+columns s, 8 + s, 16 + s and 24 + s.
 (Hacker's Delight, section 7-3, transposes matrices of bits so.)
 """
 
@@ -26,8 +28,8 @@ def _spread(low, SHIFT: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def _nibbles(planes, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Four words of nibbles, word r of columns 4 n + r, from planes FIRST to FIRST + COUNT."""
+def nibbles_of(planes, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Four words of eight codes from planes FIRST to FIRST + COUNT, the most significant first."""
     if COUNT == 1:
         even, odd = _spread(planes[FIRST], 1, 0x55555555)
         n0, n2 = _spread(even, 2, 0x33333333)
@@ -53,14 +55,14 @@ def _nibbles(planes, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def codes_of(planes, BITS: gl.constexpr):
     """Eight words of four codes from a tuple of BITS words, the most significant plane first."""
     if BITS <= 4:
-        n = _nibbles(planes, 0, BITS)
+        n = nibbles_of(planes, 0, BITS)
         c0, c4 = _spread(n[0], 4, 0x0F0F0F0F)
         c1, c5 = _spread(n[1], 4, 0x0F0F0F0F)
         c2, c6 = _spread(n[2], 4, 0x0F0F0F0F)
         c3, c7 = _spread(n[3], 4, 0x0F0F0F0F)
     else:
-        n = _nibbles(planes, BITS - 4, 4)
-        top = _nibbles(planes, 0, BITS - 4)
+        n = nibbles_of(planes, BITS - 4, 4)
+        top = nibbles_of(planes, 0, BITS - 4)
         c0, c4 = _merge(n[0], top[0], 4, 0x0F0F0F0F)
         c1, c5 = _merge(n[1], top[1], 4, 0x0F0F0F0F)
         c2, c6 = _merge(n[2], top[2], 4, 0x0F0F0F0F)

@@ -19,6 +19,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from moejax.pallas.kernel_cache import keep_compiled
+
 SUPPORTED = {
     "jax": ("0.11.1", "0.12"),
     "jax-triton": ("0.4.1", "0.5"),
@@ -126,7 +128,9 @@ def _import_jax_triton() -> ModuleType:
     import jax_triton
     from jax_triton import triton_lib
 
-    triton_lib.compile_ttir_inplace = _compile_either(triton_lib.compile_ttir_inplace)
+    triton_lib.compile_ttir_inplace = keep_compiled(
+        _compile_either(triton_lib.compile_ttir_inplace), triton_lib.CompilationResult
+    )
     return jax_triton
 
 

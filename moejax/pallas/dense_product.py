@@ -24,13 +24,15 @@ def _load_dense(
 @gluon.jit
 def _dense_fragment(words, STEP: gl.constexpr):
     """The fragment of step STEP of 8, of what `_load_dense` gives."""
-    w: gl.constexpr = STEP // 2
-    half: gl.constexpr = STEP % 2
+    # Columns r, 4 + r, 8 + r and 12 + r of 16, which are in atoms 2 * (STEP % 2) and the next.
+    r: gl.constexpr = STEP // 2
+    w: gl.constexpr = STEP % 2 * 16 + r // 2
+    half: gl.constexpr = r % 2
     return (
-        pick_pair(words[w], words[8 + w], half),
-        pick_pair(words[4 + w], words[12 + w], half),
-        pick_pair(words[16 + w], words[24 + w], half),
-        pick_pair(words[20 + w], words[28 + w], half),
+        pick_pair(words[w], words[w + 2], half),
+        pick_pair(words[w + 4], words[w + 6], half),
+        pick_pair(words[w + 8], words[w + 10], half),
+        pick_pair(words[w + 12], words[w + 14], half),
     )
 
 

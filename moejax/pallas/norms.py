@@ -56,7 +56,7 @@ def unit_rms(x: Float[Array, "*n size"], epsilon: float) -> Float[Array, "*n siz
 
 
 def normed(
-    x: Float[Array, "*n size"], weight: Float[Array, " size"], epsilon: float, rounds_late: bool
+    x: Float[Array, "*n size"], weight: Float[Array, " size"], epsilon: float, *, rounds_late: bool
 ) -> Float[Array, "*n size"]:
     """`rms_norm` in plain jax.numpy, with one weight, over any leading axes."""
     wide = unit_rms(x, epsilon)
@@ -70,7 +70,7 @@ def _norm_reference(
     x: Array, weight: Array, layer: Array, *, epsilon: float, rounds_late: bool
 ) -> Array:
     of_layer = lax.dynamic_index_in_dim(weight, layer, keepdims=False)
-    found: Array = normed(x, of_layer, epsilon, rounds_late)
+    found: Array = normed(x, of_layer, epsilon, rounds_late=rounds_late)
     return found
 
 

@@ -3,9 +3,19 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moejax.pallas.bit_words import codes_of
+from moejax.pallas.bit_words import codes_of, nibbles_of
 from moejax.pallas.page_reads import atom_at, load_2, load_4, load_tokens, page_at
-from moejax.pallas.ptx import barrier, look_up, multiply, store_entries
+from moejax.pallas.ptx import (
+    barrier,
+    look_up,
+    multiply,
+    pick_entries,
+    split_entries,
+    store_entries,
+)
+
+NIBBLE_BITS = gl.constexpr(3)
+"""Up to this width tables are in registers, and byte permutes look up."""
 
 
 @gluon.jit
@@ -24,6 +34,38 @@ def _load_planes(
 
 
 @gluon.jit
+def _table_at(
+    pages, host, slots, row, WORDS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
+    PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
+    """Where the table of a row begins."""
+    first = row // ROWS_PER_TABLE * WORDS
+    page = gl.load(slots + first // PAGE_WORDS)
+    return page_at(pages, host, page, PAGE_WORDS, HAS_HOST) + first % PAGE_WORDS
+
+
+@gluon.jit
+def _load_table(
+    pages, host, slots, row,
+    BITS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
+    PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
+):  # fmt: skip
+    """The table of a row in four registers, as `pick_entries` reads it."""
+    WORDS: gl.constexpr = (1 << BITS) // 2
+    at = _table_at(pages, host, slots, row, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
+    always = row >= 0
+    if BITS == 2:
+        w0, w1 = load_2(at, always, THREADS)
+        low0, high0 = split_entries(w0, w1)
+        low1, high1 = low0, high0
+    else:
+        w0, w1, w2, w3 = load_4(at, always, THREADS)
+        low0, high0 = split_entries(w0, w1)
+        low1, high1 = split_entries(w2, w3)
+    return low0, low1, high0, high1
+
+
+@gluon.jit
 def _fill_table(
     pages, host, slots, row, i, address,
     BITS: gl.constexpr, LINE: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
@@ -35,33 +77,23 @@ def _fill_table(
     """
     WORDS: gl.constexpr = (1 << BITS) // 2
     always = row >= 0
-    upper = (row // ROWS_PER_TABLE) * WORDS
-    lower = ((row + 8) // ROWS_PER_TABLE) * WORDS
-    upper_id = gl.load(slots + upper // PAGE_WORDS)
-    lower_id = gl.load(slots + lower // PAGE_WORDS)
-    upper_at = page_at(pages, host, upper_id, PAGE_WORDS, HAS_HOST) + upper % PAGE_WORDS
-    lower_at = page_at(pages, host, lower_id, PAGE_WORDS, HAS_HOST) + lower % PAGE_WORDS
-    if BITS == 2:
-        u0, u1 = load_2(upper_at, always, THREADS)
-        l0, l1 = load_2(lower_at, always, THREADS)
+    upper_at = _table_at(pages, host, slots, row, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
+    lower_at = _table_at(pages, host, slots, row + 8, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
+    SHARE: gl.constexpr = 1 if LINE == 128 else 4
+    if SHARE == 4:
+        upper_at += i * 4
+        lower_at += i * 4
+        address += (i * (8 * LINE)).to(gl.uint32)
+    for _ in range(WORDS // (4 * SHARE)):
+        u0, u1, u2, u3 = load_4(upper_at, always, THREADS)
+        l0, l1, l2, l3 = load_4(lower_at, always, THREADS)
         store_entries(address, u0, l0, LINE)
         store_entries(address + 2 * LINE, u1, l1, LINE)
-    else:
-        SHARE: gl.constexpr = 1 if LINE == 128 else 4
-        if SHARE == 4:
-            upper_at += i * 4
-            lower_at += i * 4
-            address += (i * (8 * LINE)).to(gl.uint32)
-        for _ in range(WORDS // (4 * SHARE)):
-            u0, u1, u2, u3 = load_4(upper_at, always, THREADS)
-            l0, l1, l2, l3 = load_4(lower_at, always, THREADS)
-            store_entries(address, u0, l0, LINE)
-            store_entries(address + 2 * LINE, u1, l1, LINE)
-            store_entries(address + 4 * LINE, u2, l2, LINE)
-            store_entries(address + 6 * LINE, u3, l3, LINE)
-            upper_at += 4 * SHARE
-            lower_at += 4 * SHARE
-            address += 8 * LINE * SHARE
+        store_entries(address + 4 * LINE, u2, l2, LINE)
+        store_entries(address + 6 * LINE, u3, l3, LINE)
+        upper_at += 4 * SHARE
+        lower_at += 4 * SHARE
+        address += 8 * LINE * SHARE
 
 
 @gluon.jit
@@ -105,16 +137,35 @@ def planes_product(
         BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
     )  # fmt: skip
     # The first planes are under way meanwhile.
-    # Warps that share rows fill the same tables with the same values.
-    _fill_table(
-        pages, host, slots + table_slots, row0 + offset, i, table0,
-        BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
-    )  # fmt: skip
-    _fill_table(
-        pages, host, slots + table_slots, row1 + offset, i, table1,
-        BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
-    )  # fmt: skip
-    barrier()
+    tables = slots + table_slots
+    if BITS <= NIBBLE_BITS:
+        upper_table0 = _load_table(
+            pages, host, tables, row0 + offset,
+            BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        lower_table0 = _load_table(
+            pages, host, tables, row0 + offset + 8,
+            BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        upper_table1 = _load_table(
+            pages, host, tables, row1 + offset,
+            BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        lower_table1 = _load_table(
+            pages, host, tables, row1 + offset + 8,
+            BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+    else:
+        # Warps that share rows fill the same tables with the same values.
+        _fill_table(
+            pages, host, tables, row0 + offset, i, table0,
+            BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        _fill_table(
+            pages, host, tables, row1 + offset, i, table1,
+            BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        )  # fmt: skip
+        barrier()
     step = k_warp
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
         atom += 2 * K_WARPS
@@ -142,16 +193,36 @@ def planes_product(
                 lower0 = lower0 + (planes0[4 * plane + 2 + v],)
                 upper1 = upper1 + (planes1[4 * plane + v],)
                 lower1 = lower1 + (planes1[4 * plane + 2 + v],)
-            upper0 = codes_of(upper0, BITS)
-            lower0 = codes_of(lower0, BITS)
-            upper1 = codes_of(upper1, BITS)
-            lower1 = codes_of(lower1, BITS)
+            if BITS <= NIBBLE_BITS:
+                upper0 = nibbles_of(upper0, 0, BITS)
+                lower0 = nibbles_of(lower0, 0, BITS)
+                upper1 = nibbles_of(upper1, 0, BITS)
+                lower1 = nibbles_of(lower1, 0, BITS)
+            else:
+                upper0 = codes_of(upper0, BITS)
+                lower0 = codes_of(lower0, BITS)
+                upper1 = codes_of(upper1, BITS)
+                lower1 = codes_of(lower1, BITS)
             for q in gl.static_range(4):
                 tokens = load_tokens(x, place + (v * 4 + q) * (128 * TILES), reads, TILES, THREADS)
-                for half in gl.static_range(2):
-                    first = look_up(upper0[2 * q + half], lower0[2 * q + half], table0, LINE)
-                    second = look_up(upper1[2 * q + half], lower1[2 * q + half], table1, LINE)
-                    acc = multiply(acc, first, second, tokens, half, TILES)
+                if BITS <= NIBBLE_BITS:
+                    u0 = pick_entries(upper0[q], upper_table0)
+                    l0 = pick_entries(lower0[q], lower_table0)
+                    u1 = pick_entries(upper1[q], upper_table1)
+                    l1 = pick_entries(lower1[q], lower_table1)
+                    for half in gl.static_range(2):
+                        first = (u0[2 * half], l0[2 * half], u0[2 * half + 1], l0[2 * half + 1])
+                        second = (u1[2 * half], l1[2 * half], u1[2 * half + 1], l1[2 * half + 1])
+                        acc = multiply(acc, first, second, tokens, half, TILES)
+                else:
+                    for half in gl.static_range(2):
+                        first = look_up(
+                            upper0[q], upper0[4 + q], lower0[q], lower0[4 + q], table0, half, LINE
+                        )
+                        second = look_up(
+                            upper1[q], upper1[4 + q], lower1[q], lower1[4 + q], table1, half, LINE
+                        )
+                        acc = multiply(acc, first, second, tokens, half, TILES)
         step += K_WARPS
         planes0 = next0
         planes1 = next1

@@ -21,6 +21,8 @@ from moejax.pallas.places import join_biases, sum_of_experts, tokens_of_tiles
 
 STEP_COLUMNS = 256
 """Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
+NIBBLE_BITS = 3
+"""Up to this width tables are in registers."""
 FULL_LINE_BITS = 6
 """Up to this width each thread has its own copy of the tables in shared memory."""
 
@@ -44,7 +46,7 @@ class Tiling:
         found = 32 * self.row_warps * self.k_warps * 4
         if runs.quantization is not None:
             bits = runs.quantization
-            for width in range(bits.seed_bits, bits.parent_bits + 1):
+            for width in range(max(bits.seed_bits, NIBBLE_BITS + 1), bits.parent_bits + 1):
                 line = 128 if width <= FULL_LINE_BITS else 32
                 found = max(found, 2 * self.row_warps * (line << width))
         if self.k_warps > 1:
@@ -61,14 +63,14 @@ def to_fragments(x: Float[Array, "tiles tokens columns"]) -> Float[Array, "tiles
     """Tokens in the order in which the threads of a warp read them.
 
     Thread 4 g + i multiplies token g (and g + 8, ...) with columns 64 i to 64 i + 64 of a step,
-    four at a time, which lie 8 apart, as `bit_words` leaves their codes.
+    four of 16 at a time, which lie 4 apart, as `bit_words` leaves their codes.
     """
     tiles, tokens, columns = x.shape
     steps = ceil_div(columns, STEP_COLUMNS)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, steps * STEP_COLUMNS - columns)))
-    #             tile  token      step   i  v  e  q  s
-    x = x.reshape(tiles, tokens, steps, 4, 2, 4, 4, 2)
-    return x.transpose(0, 2, 4, 6, 1, 3, 7, 5).reshape(tiles, -1)
+    #             tile   token   step   i  v half e  q
+    x = x.reshape(tiles, tokens, steps, 4, 2, 2, 4, 4)
+    return x.transpose(0, 2, 4, 7, 1, 3, 5, 6).reshape(tiles, -1)
 
 
 def run_experts_paged(

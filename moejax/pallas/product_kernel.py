@@ -2,9 +2,10 @@
 
 A program multiplies two blocks of rows of one linear (of gate and of up the same rows) with a tile
 of tokens that chose its expert. Width and pages are data: bit-planes are turned into codes in
-registers (`bit_words`), codes into bfloat16 weights by tables in shared memory, and these are the
-first factor of the matrix units without leaving the registers. A thread holds two rows g and g + 8
-of 16, and 64 columns of 256 at a time: what the layout of planes gives it in 8 bytes.
+registers (`bit_words`), codes into bfloat16 weights by tables in registers or in shared memory, and
+these are the first factor of the matrix units without leaving the registers. A thread holds two
+rows g and g + 8 of 16, and 64 columns of 256 at a time: what the layout of planes gives it in 8
+bytes.
 
 The second factor is stored so that a thread finds in 16 bytes what it multiplies in two steps:
 `fragment_index` says where. Tokens beyond the tile's are not read.
@@ -59,8 +60,8 @@ def _store_gated(
         gate += gl.load(of_gate, mask=inside, other=0).to(gl.float32)
         up += gl.load(of_gate + WIDTH, mask=inside, other=0).to(gl.float32)
     y = gl.where(inside, _activate(gate, up, ACTIVATION, ALPHA, LIMIT), 0.0)
-    chunk = row // 256 * 8 + row // 32 % 2 * 4 + row % 8 // 2
-    at = (chunk * (8 * TILES) + token) * 32 + row // 64 % 4 * 8 + row % 2 * 4 + row // 8 % 4
+    chunk = row // 256 * 8 + row // 32 % 2 * 4 + row % 4
+    at = (chunk * (8 * TILES) + token) * 32 + row // 64 % 4 * 8 + row // 16 % 2 * 4 + row // 4 % 4
     gl.store(out + at, y.to(gl.bfloat16), mask=is_token)
 
 

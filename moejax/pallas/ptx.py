@@ -113,14 +113,14 @@ def store_entries(address, upper, lower, LINE: gl.constexpr):
 # units, which are the busy ones).
 _LOOK_UP = """{
         .reg .b32 p<8>, v<8>;
-        dp4a.u32.u32 p0, $4, 0x000000@@, $6;
-        dp4a.u32.u32 p1, $4, 0x0000@@00, $6;
-        dp4a.u32.u32 p2, $4, 0x00@@0000, $6;
-        dp4a.u32.u32 p3, $4, 0x@@000000, $6;
-        dp4a.u32.u32 p4, $5, 0x000000@@, $6;
-        dp4a.u32.u32 p5, $5, 0x0000@@00, $6;
-        dp4a.u32.u32 p6, $5, 0x00@@0000, $6;
-        dp4a.u32.u32 p7, $5, 0x@@000000, $6;
+        dp4a.u32.u32 p0, $4, FIRST, $8;
+        dp4a.u32.u32 p1, $5, FIRST, $8;
+        dp4a.u32.u32 p2, $4, SECOND, $8;
+        dp4a.u32.u32 p3, $5, SECOND, $8;
+        dp4a.u32.u32 p4, $6, FIRST, $8;
+        dp4a.u32.u32 p5, $7, FIRST, $8;
+        dp4a.u32.u32 p6, $6, SECOND, $8;
+        dp4a.u32.u32 p7, $7, SECOND, $8;
         ld.shared.b32 v0, [p0];
         ld.shared.b32 v1, [p1];
         ld.shared.b32 v2, [p2];
@@ -134,24 +134,85 @@ _LOOK_UP = """{
         prmt.b32 $2, v2, v3, 0x5410;
         prmt.b32 $3, v6, v7, 0x7632;
         }"""
-_LOOK_UP_128 = gl.constexpr(_LOOK_UP.replace("@@", "80"))
-_LOOK_UP_32 = gl.constexpr(_LOOK_UP.replace("@@", "20"))
+_LOOK_UP_128_0 = gl.constexpr(_LOOK_UP.replace("FIRST", "0x80").replace("SECOND", "0x8000"))
+_LOOK_UP_128_1 = gl.constexpr(_LOOK_UP.replace("FIRST", "0x800000").replace("SECOND", "0x80000000"))
+_LOOK_UP_32_0 = gl.constexpr(_LOOK_UP.replace("FIRST", "0x20").replace("SECOND", "0x2000"))
+_LOOK_UP_32_1 = gl.constexpr(_LOOK_UP.replace("FIRST", "0x200000").replace("SECOND", "0x20000000"))
 
 
 @gluon.jit
-def look_up(upper, lower, table, LINE: gl.constexpr):
+def look_up(upper0, upper1, lower0, lower1, table, HALF: gl.constexpr, LINE: gl.constexpr):
     """The weights of four codes of two rows, as a fragment of the first factor of `mma`.
 
-    `upper` and `lower`: the codes as bytes, of row g and of row g + 8, where g is the thread's
-    place in its warp // 4. `table`: the address of entry 0 for this thread, see `store_entries`.
+    The codes are bytes 2 HALF and 2 HALF + 1, in turn of the first and of the second word: `upper`
+    of row g, `lower` of row g + 8, where g is the thread's place in its warp // 4. `table`: the
+    address of entry 0 for this thread, see `store_entries`.
     """
-    text: gl.constexpr = _LOOK_UP_128 if LINE == 128 else _LOOK_UP_32
+    if LINE == 128:
+        text: gl.constexpr = _LOOK_UP_128_0 if HALF == 0 else _LOOK_UP_128_1
+    else:
+        text: gl.constexpr = _LOOK_UP_32_0 if HALF == 0 else _LOOK_UP_32_1
     return gl.inline_asm_elementwise(
         text,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [upper, lower, table],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [upper0, upper1, lower0, lower1, table],
         dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
         is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def split_entries(first, second):
+    """Four float16 entries, in two words, as bfloat16: their low bytes, and their high bytes."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b, c, d;
+        .reg .f32 fa, fb, fc, fd;
+        .reg .b32 x, y;
+        mov.b32 {a, b}, $2;
+        mov.b32 {c, d}, $3;
+        cvt.f32.f16 fa, a;
+        cvt.f32.f16 fb, b;
+        cvt.f32.f16 fc, c;
+        cvt.f32.f16 fd, d;
+        cvt.rn.bf16x2.f32 x, fb, fa;
+        cvt.rn.bf16x2.f32 y, fd, fc;
+        prmt.b32 $0, x, y, 0x6420;
+        prmt.b32 $1, x, y, 0x7531;
+        }""",
+        "=&r,=&r,r,r",
+        [first, second],
+        dtype=(gl.uint32, gl.uint32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pick_entries(codes, table):
+    """The weights of eight codes of up to 3 bits, each in a nibble: four words of two.
+
+    `table`: low bytes of entries 0 to 3 and of 4 to 7, then their high bytes. A byte permute looks
+    up four codes at once.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, rest;
+        shr.u32 rest, $4, 16;
+        prmt.b32 low, $5, $6, $4;
+        prmt.b32 high, $7, $8, $4;
+        prmt.b32 $0, low, high, 0x5140;
+        prmt.b32 $1, low, high, 0x7362;
+        prmt.b32 low, $5, $6, rest;
+        prmt.b32 high, $7, $8, rest;
+        prmt.b32 $2, low, high, 0x5140;
+        prmt.b32 $3, low, high, 0x7362;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [codes, table[0], table[1], table[2], table[3]],
+        dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
+        is_pure=True,
         pack=1,
     )
 

@@ -38,14 +38,9 @@ class Tiling:
     """Warps that share rows and take turns at the columns."""
 
 
-def takes(x: Any, matrices: Sequence[Float[Array, "layers _ k"]]) -> bool:
-    """Whether the kernel multiplies these; x [tokens, k] may be a shape."""
-    return (
-        0 < x.shape[0] <= MAX_TOKENS
-        and 0 < len(matrices) <= MAX_MATRICES
-        and x.shape[1] % _COLUMNS == 0
-        and all(w.dtype == x.dtype == jnp.bfloat16 for w in matrices)
-    )
+def takes(tokens: int, columns: int, dtype: Any) -> bool:
+    """Whether the kernel multiplies so many tokens with matrices of so many columns."""
+    return 0 < tokens <= MAX_TOKENS and columns % _COLUMNS == 0 and dtype == jnp.bfloat16
 
 
 def multiply(
@@ -56,9 +51,11 @@ def multiply(
 ) -> list[Float[Array, "tokens _"]]:
     """x times the transpose of each matrix of a layer, summed in float32.
 
-    `dtype`: of the results; None: that of x. Raises ValueError where `takes` says no.
+    `dtype`: of the results; None: that of x. Raises ValueError for no or too many matrices, and
+    where `takes` says no.
     """
-    if not takes(x, matrices):
+    takes_all = all(takes(len(x), x.shape[1], w.dtype) and w.dtype == x.dtype for w in matrices)
+    if not 0 < len(matrices) <= MAX_MATRICES or not takes_all:
         raise ValueError("the kernel does not multiply these")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     joined = with_reference(partial(_reference, dtype=dtype), partial(_multiply, dtype=dtype))

@@ -79,7 +79,7 @@ FAMILIES = {
 }
 # Experts, attention and shared experts as codes.
 QUANTIZED = "qwen1.5-moe 6 bits"
-KERNELS = Kernels(products="gluon", attention="triton", device_kind="NVIDIA H200")
+KERNELS = Kernels(products="gluon", many="mosaic", attention="triton", device_kind="NVIDIA H200")
 BUCKETS = {
     "decode 1": lambda buckets: buckets.decode(1),
     "decode 16": lambda buckets: buckets.decode(ROWS),
@@ -189,10 +189,21 @@ def test_on_an_h200_the_arena_stays_in_place_with_kernels(model, bucket):
     test_on_an_h200_the_arena_stays_in_place(model, bucket, KERNELS)
 
 
-@pytest.mark.parametrize("model", ["qwen1.5-moe", "mixed"])
-def test_on_an_h200_no_weights_are_copied_in_a_decode_step(model):
-    compiled, _, _ = compile_step(model, "decode 16", "h200", KERNELS)
+@pytest.mark.parametrize(
+    ("model", "bucket"),
+    [("qwen1.5-moe", "decode 16"), ("mixed", "decode 16"), ("gpt-oss", "decode 1")],
+)
+def test_on_an_h200_nothing_of_a_layer_is_copied_in_a_decode_step(model, bucket):
+    compiled, _, _ = compile_step(model, bucket, "h200", KERNELS)
     assert aot.large_matrices(compiled) == []
+    assert aot.slices_in_loops(compiled) == []
+
+
+def test_on_an_h200_a_layer_of_a_decode_step_has_few_launches():
+    """Of kernels: norm, product, rotations (3), KV, attention, product, norm, router, routing,
+    grouping, tokens, experts (2), shared expert (3), sum, and the counter of layers."""
+    compiled, _, _ = compile_step("qwen1.5-moe", "decode 16", "h200", KERNELS)
+    assert max(aot.launches_in_loops(compiled)) <= 20
 
 
 def test_on_a_cpu_the_arena_stays_in_place_for_codes():

@@ -139,7 +139,7 @@ def test_other_linears_at_any_width(tokens: int, products: str) -> None:
 
 
 def test_fragments_hold_what_threads_multiply() -> None:
-    """Word by word: thread 4 g + i has columns 64 i + 32 v + 8 e + s of token g."""
+    """Word by word: thread 4 g + i has columns 64 i + 32 v + 16 half + 4 e + q of token g."""
     tokens, columns = 16, 300
     x = np.arange(2 * tokens * columns, dtype=np.float32).reshape(2, tokens, columns) + 1
     found = np.asarray(to_fragments(jnp.asarray(x)))
@@ -148,7 +148,7 @@ def test_fragments_hold_what_threads_multiply() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         tile, step, v, q, n, i, half, e = rng.integers((2, 2, 2, 4, tokens, 4, 2, 4))
-        column = 256 * step + 64 * i + 32 * v + 8 * e + 2 * q + half
+        column = 256 * step + 64 * i + 32 * v + 16 * half + 4 * e + q
         wanted = x[tile, n, column] if column < columns else 0
         assert found[tile, step, v, q, n, i, half, e] == wanted
 

@@ -81,14 +81,15 @@ def test_layers_beyond_2_31_values() -> None:
 )
 def test_what_is_not_taken(x: tuple[int, ...], matrices: list[tuple[int, ...]]) -> None:
     arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in matrices]
-    assert not stacked.takes(jnp.zeros(x, jnp.bfloat16), arrays)
     with pytest.raises(ValueError, match="does not multiply"):
         stacked.multiply(jnp.zeros(x, jnp.bfloat16), arrays, jnp.int32(0))
 
 
 def test_float32_is_not_taken() -> None:
-    assert stacked.takes(jnp.zeros((2, 8), jnp.bfloat16), [jnp.zeros((1, 4, 8), jnp.bfloat16)])
-    assert not stacked.takes(jnp.zeros((2, 8)), [jnp.zeros((1, 4, 8))])
+    assert stacked.takes(2, 8, jnp.bfloat16)
+    assert not stacked.takes(2, 8, jnp.float32)
+    with pytest.raises(ValueError, match="does not multiply"):
+        stacked.multiply(jnp.zeros((2, 8)), [jnp.zeros((1, 4, 8))], jnp.int32(0))
 
 
 @pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])

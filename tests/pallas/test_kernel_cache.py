@@ -1,0 +1,158 @@
+"""Compiled kernels on disk."""
+
+import dataclasses
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import aot
+from moejax.pallas import bridge
+from moejax.pallas.kernel_cache import FOLDER, digest, keep_compiled
+
+
+@dataclasses.dataclass
+class Result:
+    binary: str
+    shared: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    num_warps: int = 4
+    extern_libs: tuple[str, ...] = ("/somewhere/libdevice.bc",)
+
+
+class Compiler:
+    """Counts what it compiles."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: Any, backend: Any, options: Options, target: Any) -> Result:
+        self.calls += 1
+        return Result(f"{module} for {target}", options.num_warps)
+
+
+@pytest.fixture
+def needs_kernels() -> None:
+    if (reason := bridge.find_obstacle()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, needs_kernels: None) -> Iterator[pathlib.Path]:
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / FOLDER
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def test_what_was_compiled_once_is_read(folder: pathlib.Path) -> None:
+    compiler = Compiler()
+    first = keep_compiled(compiler, Result)("module", None, Options(), 90)
+    (path,) = files(folder)
+    assert path.suffix == ".json"
+    # Another process.
+    again = keep_compiled(compiler, Result)("module", None, Options(), 90)
+    assert again == first == Result("module for 90", 4)
+    assert compiler.calls == 1
+    assert files(folder) == [path]
+
+
+def test_all_that_decides_is_in_the_name(folder: pathlib.Path) -> None:
+    compiler = Compiler()
+    run = keep_compiled(compiler, Result)
+    cases = [("module", 4, 90), ("other", 4, 90), ("module", 8, 90), ("module", 4, 80)]
+    for module, warps, target in cases * 2:
+        found = run(module, None, Options(warps), target)
+        assert found == Result(f"{module} for {target}", warps)
+    assert compiler.calls == len(files(folder)) == len(cases)
+
+
+def test_paths_of_this_machine_do_not_decide(needs_kernels: None) -> None:
+    one, other = Options(), Options(extern_libs=("/elsewhere/libdevice.bc",))
+    assert digest("module", one, 90) == digest("module", other, 90)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"binary": "x"}', '{"odd": 1}', "\0", "null"])
+def test_a_broken_file_is_made_anew(
+    folder: pathlib.Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = Compiler()
+    run = keep_compiled(compiler, Result)
+    run("module", None, Options(), 90)
+    (path,) = files(folder)
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert run("module", None, Options(), 90) == Result("module for 90", 4)
+    assert str(path) in caplog.text
+    assert compiler.calls == 2
+    assert run("module", None, Options(), 90) == Result("module for 90", 4)
+    assert compiler.calls == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        found = keep_compiled(Compiler(), Result)("module", None, Options(), 90)
+    assert found == Result("module for 90", 4)
+    assert "is not written" in caplog.text
+
+
+def test_without_a_folder_nothing_is_kept(needs_kernels: None) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compiler = Compiler()
+        run = keep_compiled(compiler, Result)
+        assert run("module", None, Options(), 90) == run("module", None, Options(), 90)
+        assert compiler.calls == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+import aot
+from moejax.pallas import norms
+shape = jax.ShapeDtypeStruct
+x, w = shape((16, 256), jnp.bfloat16), shape((24, 256), jnp.bfloat16)
+def program(*a):
+    return norms.rms_norm(*a, epsilon=1e-5, rounds_late=False)
+print(aot.compile_for(aot.h200_mesh(), program, x, w, shape((), jnp.int32)).as_text())
+"""
+
+
+def test_kernels_of_triton_are_kept_and_read(folder: pathlib.Path) -> None:
+    if (reason := aot.find_obstacle()) is not None:
+        pytest.skip(reason)
+    found, times = [], []
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(folder.parent)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        found.append(ended.stdout)
+        (path,) = files(folder)
+        times.append(path.stat().st_mtime_ns)
+    assert times[0] == times[1], "it was compiled again"
+    assert found[0] == found[1]
