@@ -51,8 +51,10 @@ def choose_tiling(
 def tile_tokens(tokens: int, k: int, num_experts: int) -> int:
     """Tokens of a tile: a power of two that holds what an expert with tokens has on average."""
     mean = tokens * k / _experts_with_tokens(tokens, k, num_experts)
+    # Of experts that are chosen some have more; all tokens pass a matrix that is none of several.
+    most = mean if k == num_experts else 1.25 * mean
     size = 8
-    while size < min(1.25 * mean, _LARGEST_TILE):
+    while size < min(most, _LARGEST_TILE):
         size *= 2
     return size
 

@@ -59,6 +59,12 @@ class Tokens(NamedTuple):
     def layers(self, segment: int) -> tuple[Any, ...]:
         return (jnp.zeros(1),)
 
+    def at(self, layer: Any, repeat: jax.Array) -> Any:
+        return layer
+
+    def in_place(self, name: str, stack: jax.Array) -> bool:
+        return False
+
     def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, jax.Array]:
         return {}
 

@@ -241,11 +241,11 @@ def test_a_signal_loses_no_stream(tmp_path: pathlib.Path, number: signal.Signals
     with serving(tmp_path) as server:
 
         async def scenario(client: httpx.AsyncClient) -> None:
-            tasks = await begin(client, 20, 150)
+            # It is sent first, so it is taken when the streams have begun.
             whole = asyncio.create_task(
                 client.post("/v1/completions", json={"prompt": [1], "max_tokens": 150})
             )
-            await asyncio.sleep(0.05)
+            tasks = await begin(client, 20, 150)
             server.process.send_signal(number)
             await until_draining(server)
             assert not any(task.done() for task in tasks)
