@@ -52,14 +52,20 @@ def nibbles_of(planes, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def bytes_of(n):
+    """Eight words of four codes from four words of nibbles."""
+    c0, c4 = _spread(n[0], 4, 0x0F0F0F0F)
+    c1, c5 = _spread(n[1], 4, 0x0F0F0F0F)
+    c2, c6 = _spread(n[2], 4, 0x0F0F0F0F)
+    c3, c7 = _spread(n[3], 4, 0x0F0F0F0F)
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@gluon.jit
 def codes_of(planes, BITS: gl.constexpr):
     """Eight words of four codes from a tuple of BITS words, the most significant plane first."""
     if BITS <= 4:
-        n = nibbles_of(planes, 0, BITS)
-        c0, c4 = _spread(n[0], 4, 0x0F0F0F0F)
-        c1, c5 = _spread(n[1], 4, 0x0F0F0F0F)
-        c2, c6 = _spread(n[2], 4, 0x0F0F0F0F)
-        c3, c7 = _spread(n[3], 4, 0x0F0F0F0F)
+        c = bytes_of(nibbles_of(planes, 0, BITS))
     else:
         n = nibbles_of(planes, BITS - 4, 4)
         top = nibbles_of(planes, 0, BITS - 4)
@@ -67,4 +73,5 @@ def codes_of(planes, BITS: gl.constexpr):
         c1, c5 = _merge(n[1], top[1], 4, 0x0F0F0F0F)
         c2, c6 = _merge(n[2], top[2], 4, 0x0F0F0F0F)
         c3, c7 = _merge(n[3], top[3], 4, 0x0F0F0F0F)
-    return c0, c1, c2, c3, c4, c5, c6, c7
+        c = (c0, c1, c2, c3, c4, c5, c6, c7)
+    return c

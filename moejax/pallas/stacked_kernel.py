@@ -1,10 +1,10 @@
 """Products of few tokens with up to three matrices of a layer, in Gluon.
 
-A program multiplies blocks of rows of one matrix with all tokens. Rows of weights are read as they
-lie: a thread holds rows g and g + 8 of 16, and of every 32 columns 8 neighbouring ones, which are
-the first factor of two steps of the matrix units, whatever the order of columns within them is, as
-long as it is that of the tokens. Warps that share rows take turns at the columns, so that all of a
-matrix is under way at once.
+A program multiplies 16 rows of one matrix for each of its row warps with all tokens. Rows of
+weights are read as they lie: a thread holds rows g and g + 8 of 16, and of every 32 columns 8
+neighbouring ones, which are the first factor of two steps of the matrix units, whatever the order
+of columns within them is, as long as it is that of the tokens. Warps that share rows take turns at
+the columns, so that all of a matrix is under way at once.
 """
 
 from triton.experimental import gluon
@@ -18,105 +18,76 @@ CHUNKS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_weights(
-    w, row, column, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    BLOCKS: gl.constexpr, BLOCK: gl.constexpr, THREADS: gl.constexpr,
-):  # fmt: skip
-    """Of each block and chunk 8 columns of rows g and g + 8: a tuple of 8 * CHUNKS * BLOCKS."""
+def _load_weights(w, row, column, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
+    """Of each chunk 8 columns of rows g and g + 8: a tuple of 8 * CHUNKS words."""
     found = ()
-    for b in gl.static_range(BLOCKS):
-        upper = row + b * BLOCK
-        for c in gl.static_range(CHUNKS):
-            inside = column + c * 32 < COLUMNS
-            # In words of two values.
-            at = w + (upper.to(gl.int64) * COLUMNS + column + c * 32) // 2
-            found = found + load_4(at, inside & (upper < ROWS), THREADS)
-            found = found + load_4(at + 4 * COLUMNS, inside & (upper + 8 < ROWS), THREADS)
+    for c in gl.static_range(CHUNKS):
+        inside = column + c * 32 < COLUMNS
+        # In words of two values.
+        at = w + (row.to(gl.int64) * COLUMNS + column + c * 32) // 2
+        found = found + load_4(at, inside & (row < ROWS), THREADS)
+        found = found + load_4(at + 4 * COLUMNS, inside & (row + 8 < ROWS), THREADS)
     return found
 
 
 @gluon.jit
 def _add_products(
-    acc, weights, t, CHUNK: gl.constexpr, HALF: gl.constexpr, BLOCKS: gl.constexpr,
-    TILES: gl.constexpr,
-):  # fmt: skip
+    acc, weights, tokens, CHUNK: gl.constexpr, HALF: gl.constexpr, TILES: gl.constexpr
+):
     """Adds the products of a step of 16 columns."""
     added = ()
     for n in gl.static_range(TILES):
-        for b in gl.static_range(BLOCKS):
-            added = added + mma(
-                weights[(b * CHUNKS + CHUNK) * 8 + 2 * HALF],
-                weights[(b * CHUNKS + CHUNK) * 8 + 2 * HALF + 4],
-                weights[(b * CHUNKS + CHUNK) * 8 + 2 * HALF + 1],
-                weights[(b * CHUNKS + CHUNK) * 8 + 2 * HALF + 5],
-                t[4 * n + 2 * HALF], t[4 * n + 2 * HALF + 1],
-                acc[(n * BLOCKS + b) * 4], acc[(n * BLOCKS + b) * 4 + 1],
-                acc[(n * BLOCKS + b) * 4 + 2], acc[(n * BLOCKS + b) * 4 + 3],
-            )  # fmt: skip
+        added = added + mma(
+            weights[CHUNK * 8 + 2 * HALF],
+            weights[CHUNK * 8 + 2 * HALF + 4],
+            weights[CHUNK * 8 + 2 * HALF + 1],
+            weights[CHUNK * 8 + 2 * HALF + 5],
+            tokens[4 * n + 2 * HALF], tokens[4 * n + 2 * HALF + 1],
+            acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3],
+        )  # fmt: skip
     return added
-
-
-@gluon.jit
-def _product(
-    acc, w, x, tokens, row, g, i, k_warp,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK: gl.constexpr,
-    TILES: gl.constexpr, K_WARPS: gl.constexpr, THREADS: gl.constexpr,
-):  # fmt: skip
-    STEP: gl.constexpr = CHUNKS * 32
-    STEPS: gl.constexpr = (COLUMNS + STEP - 1) // STEP
-    column = k_warp * STEP + i * 8
-    weights = _load_weights(w, row, column, ROWS, COLUMNS, BLOCKS, BLOCK, THREADS)
-    for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        after = column + K_WARPS * STEP
-        following = _load_weights(w, row, after, ROWS, COLUMNS, BLOCKS, BLOCK, THREADS)
-        for c in gl.static_range(CHUNKS):
-            inside = column + c * 32 < COLUMNS
-            at = x + (g * COLUMNS + column + c * 32) // 2
-            t = ()
-            for n in gl.static_range(TILES):
-                t = t + load_4(at + n * (4 * COLUMNS), inside & (g + n * 8 < tokens), THREADS)
-            for half in gl.static_range(2):
-                acc = _add_products(acc, weights, t, c, half, BLOCKS, TILES)
-        weights = following
-        column = after
-    return acc
-
-
-@gluon.jit
-def _store(
-    out, acc, row, token, tokens, stores, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-    BLOCK: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    for n in gl.static_range(TILES):
-        for b in gl.static_range(BLOCKS):
-            for j in gl.static_range(4):
-                # Entries 0 and 1 are neighbouring tokens of row g, 2 and 3 those of row g + 8.
-                t = token + n * 8 + j % 2
-                r = row + b * BLOCK + j // 2 * 8
-                y = acc[(n * BLOCKS + b) * 4 + j].to(out.dtype.element_ty)
-                gl.store(out + t * ROWS + r, y, mask=stores & (t < tokens) & (r < ROWS))
 
 
 @gluon.jit
 def _multiply(
     out, acc, w, x, memory, tid, block,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
-    TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
+    ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What a program does, with blocks of rows of one matrix."""
+    """What a program does, with a block of rows of one matrix."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
-    BLOCK: gl.constexpr = 16 * ROW_WARPS
+    STEP: gl.constexpr = CHUNKS * 32
+    STEPS: gl.constexpr = (COLUMNS + STEP - 1) // STEP
+    w = w.to(gl.pointer_type(gl.uint32), bitcast=True)
     g = tid % 32 // 4
     i = tid % 4
-    row = block * (BLOCK * BLOCKS) + tid // 32 % ROW_WARPS * 16 + g
-    acc = _product(
-        acc, w.to(gl.pointer_type(gl.uint32), bitcast=True), x, TOKENS, row, g, i,
-        tid // 32 // ROW_WARPS, ROWS, COLUMNS, BLOCKS, BLOCK, TILES, K_WARPS, THREADS,
-    )  # fmt: skip
+    row = block * (16 * ROW_WARPS) + tid // 32 % ROW_WARPS * 16 + g
+    column = tid // 32 // ROW_WARPS * STEP + i * 8
+    weights = _load_weights(w, row, column, ROWS, COLUMNS, THREADS)
+    for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
+        after = column + K_WARPS * STEP
+        following = _load_weights(w, row, after, ROWS, COLUMNS, THREADS)
+        for c in gl.static_range(CHUNKS):
+            inside = column + c * 32 < COLUMNS
+            at = x + (g * COLUMNS + column + c * 32) // 2
+            tokens = ()
+            for n in gl.static_range(TILES):
+                used = inside & (g + n * 8 < TOKENS)
+                tokens = tokens + load_4(at + n * (4 * COLUMNS), used, THREADS)
+            for half in gl.static_range(2):
+                acc = _add_products(acc, weights, tokens, c, half, TILES)
+        weights = following
+        column = after
     if K_WARPS > 1:
-        acc = add_warps(acc, memory, tid, 4 * BLOCKS * TILES, ROW_WARPS, K_WARPS)
+        acc = add_warps(acc, memory, tid, 4 * TILES, ROW_WARPS, K_WARPS)
     stores = tid < 32 * ROW_WARPS
-    _store(out, acc, row, i * 2, TOKENS, stores, ROWS, BLOCKS, BLOCK, TILES)
+    for n in gl.static_range(TILES):
+        for j in gl.static_range(4):
+            # Entries 0 and 1 are neighbouring tokens of row g, 2 and 3 those of row g + 8.
+            t = i * 2 + n * 8 + j % 2
+            r = row + j // 2 * 8
+            y = acc[4 * n + j].to(out.dtype.element_ty)
+            gl.store(out + t * ROWS + r, y, mask=stores & (t < TOKENS) & (r < ROWS))
 
 
 @gluon.jit
@@ -132,7 +103,6 @@ def stacked_kernel(
     TOKENS: gl.constexpr,
     ROWS: gl.constexpr,  # of each matrix, 0 where there is none
     COLUMNS: gl.constexpr,
-    BLOCKS: gl.constexpr,  # of 16 rows, of each warp
     TILES: gl.constexpr,  # of 8 tokens
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
@@ -144,7 +114,7 @@ def stacked_kernel(
     tid = gl.arange(0, THREADS, layout=ONE)
     memory = shared_address(SHARED, THREADS)
     acc = ()
-    for _ in gl.static_range(4 * BLOCKS * TILES):
+    for _ in gl.static_range(4 * TILES):
         acc = acc + (gl.zeros([THREADS], gl.float32, ONE),)
     number = gl.load(layer).to(gl.int64)
     words = x.to(gl.pointer_type(gl.uint32), bitcast=True)
@@ -154,9 +124,9 @@ def stacked_kernel(
         w = w0 if m == 0 else (w1 if m == 1 else w2)
         y = y0 if m == 0 else (y1 if m == 1 else y2)
         if ROWS[m] > 0:
-            if (block >= 0) & (block * (BLOCK * BLOCKS) < ROWS[m]):
+            if (block >= 0) & (block * BLOCK < ROWS[m]):
                 _multiply(
                     y, acc, w + number * (ROWS[m] * COLUMNS), words, memory, tid, block,
-                    TOKENS, ROWS[m], COLUMNS, BLOCKS, TILES, ROW_WARPS, K_WARPS,
+                    TOKENS, ROWS[m], COLUMNS, TILES, ROW_WARPS, K_WARPS,
                 )  # fmt: skip
-            block -= (ROWS[m] + BLOCK * BLOCKS - 1) // (BLOCK * BLOCKS)
+            block -= (ROWS[m] + BLOCK - 1) // BLOCK
