@@ -233,7 +233,8 @@ def make_arena(num_bytes: int) -> jax.Array:
         words: jax.Array = bits & jnp.uint32(0x803F803F) | jnp.uint32(0x3F003F00)
         return words
 
-    return jax.jit(make)(jax.random.key(0))
+    arena: jax.Array = jax.jit(make)(jax.random.key(0))
+    return arena
 
 
 def line_of(

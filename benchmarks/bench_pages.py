@@ -149,7 +149,7 @@ def row_of(line: dict[str, Any], case: Case) -> str:
     size = " ".join(f"{name} {n}" for name, n in case.size.items())
     text = (
         f"{case.name:13} {size:46} {line['microseconds']:8.2f} us"
-        f" {line['bytes'] / 2**20:8.2f} MiB {line['percent_of_bandwidth']:6.1f} %"
+        f" {line['bytes']:11,} bytes {line['percent_of_bandwidth']:6.1f} %"
     )
     if case.limit is None:
         return text

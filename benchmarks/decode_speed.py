@@ -139,7 +139,7 @@ def make_engine(config: ModelConfig, args: argparse.Namespace) -> Engine:
     """An engine of a published size with random weights."""
     quantization = None
     if args.bits != DENSE_WIDTH:
-        quantization = Quantization(seed_bits=3, parent_bits=max(4, args.bits))
+        quantization = Quantization(seed_bits=3, parent_bits=max(6, args.bits))
     checkpoint: Any = RandomCheckpoint(config, quantization)
     shape = published_name(args.shape)
     engine = build_engine(

@@ -20,7 +20,7 @@ from moejax.pallas.attention_tiling import key_shape
 from moejax.pallas.dispatch import choose_kernels
 from pallas.paged_kv import gqa, mla
 
-PARTS = {
+PARTS: dict[str, AnyAttention] = {
     "grouped": gqa(8, 2, 16),
     "window": gqa(4, 4, 8, window=10),
     "chunks": gqa(4, 1, 8, chunk=16),
@@ -140,7 +140,8 @@ def test_attention_compiles_to_its_launches_alone(name: str, case: Case, launche
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
 
     def program(*arrays: Any) -> jax.Array:
-        return bench_attention.attend(*arrays, layer=layer)
+        found: jax.Array = bench_attention.attend(*arrays, layer=layer)
+        return found
 
     compiled = aot.compile_for(mesh, program, *shapes)
     assert aot.copies(compiled, 1) == []
@@ -166,7 +167,7 @@ def test_bytes_of_copies(number: int) -> None:
     case = list(bench_pages.copy_cases(num_pages=9, copied=3))[number]
     words = 1 + np.arange(9 * bench_pages.PAGE_WORDS, dtype=np.uint32)
     pages = words.reshape(9, -1)
-    found = np.asarray(case.program(jnp.asarray(pages), *case.arguments))
+    found = np.asarray(jax.jit(case.program)(jnp.asarray(pages), *case.arguments))
     assert case.moved == 2 * 4 * np.count_nonzero(found != pages) > 0
 
 
