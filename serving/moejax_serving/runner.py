@@ -67,7 +67,8 @@ class Runner:
         self, control: Control, bucket: Bucket, *, with_logprobs: bool, with_targets: bool
     ) -> Flight:
         """Gives the device a step, behind those that it has. What is not wanted stays there."""
-        array = jnp.asarray(pack(control, bucket.layout))
+        # As a NumPy array: it is on the device sooner as an argument than as an array of its own.
+        array = pack(control, bucket.layout)
         self._state, output = self.program(bucket)(self._params, self._state, array)
         return Flight(
             output._replace(

@@ -1,0 +1,116 @@
+"""Products by Gluon kernels as an emulator computes them, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gluon_emulator
+from moejax.config import ClampedSwiglu, Quantization
+from moejax.pallas import stacked
+from moejax.pallas.product import Tiling, run_experts_paged
+from pallas.paged_experts import Case, expected, make_experts, relative_error
+
+TOLERANCE = 6e-3
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    gluon_emulator.install(monkeypatch)
+
+
+ALL = Quantization(seed_bits=2, parent_bits=8, has_dense=True)
+CASES = {
+    "all widths": Case(
+        hidden=192,
+        width=72,
+        experts=8,
+        tokens=8,
+        bits=ALL,
+        widths=((4, 3), (16, 8), (6, 16), (2, 5), (7, 4), (3, 6), (5, 2), (8, 7)),
+    ),
+    "odd sizes": Case(hidden=328, width=72, tokens=3),
+    "pages on the host": Case(hidden=64, width=64, experts=4, tokens=4, host_share=3),
+    "clamped, with biases": Case(
+        activation=ClampedSwiglu(alpha=1.702, limit=7.0),
+        has_bias=True,
+        hidden=64,
+        width=96,
+        tokens=5,
+    ),
+    "shared tables": Case(
+        hidden=128,
+        width=64,
+        tokens=4,
+        bits=Quantization(
+            seed_bits=3,
+            parent_bits=6,
+            gate_up_rows_per_table=2,
+            down_rows_per_table=16,
+            has_dense=False,
+        ),
+        widths=((3, 6), (5, 4), (6, 3), (4, 5)),
+    ),
+}
+TILINGS = {
+    "8": Tiling(tokens=8, row_warps=2, k_warps=1),
+    "16, 2 x 2 warps": Tiling(tokens=16, row_warps=2, k_warps=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tiling"), [*((name, "8") for name in CASES), ("odd sizes", "16, 2 x 2 warps")]
+)
+def test_experts_at_any_widths(name: str, tiling: str, emulated: None) -> None:
+    experts = make_experts(CASES[name])
+    paged = experts.on_device()
+    found = run_experts_paged(
+        *map(jnp.asarray, (experts.x, experts.topk_ids, experts.topk_weights, experts.valid)),
+        paged,
+        tilings=(TILINGS[tiling], TILINGS[tiling]),
+        activation=experts.case.activation,
+        bias=experts.bias,
+    )
+    assert relative_error(np.asarray(found), expected(experts)) < TOLERANCE
+
+
+def test_a_width_that_is_not_stored_gives_nan_to_its_tokens_only(emulated: None) -> None:
+    experts = make_experts(Case(hidden=64, width=64, experts=4, tokens=6))
+    wanted = expected(experts)
+    experts.widths[1, 0] = 0
+    tiling = TILINGS["8"]
+    found = run_experts_paged(
+        *map(jnp.asarray, (experts.x, experts.topk_ids, experts.topk_weights, experts.valid)),
+        experts.on_device(),
+        tilings=(tiling, tiling),
+    )
+    lost = (experts.topk_ids == 1).any(1) & experts.valid
+    assert 0 < lost.sum() < experts.valid.sum()
+    found = np.asarray(found, np.float64)
+    assert np.isnan(found[lost]).all()
+    assert relative_error(found[~lost], wanted[~lost]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows", "tiling"),
+    [
+        (1, 136, (33, 1, 16), stacked.Tiling(row_warps=1, k_warps=4)),
+        (9, 520, (60,), stacked.Tiling(row_warps=2, k_warps=2)),
+        (17, 64, (16, 40), stacked.Tiling(row_warps=1, k_warps=1)),
+    ],
+)
+def test_matrices_of_a_layer(
+    tokens: int,
+    columns: int,
+    rows: tuple[int, ...],
+    tiling: stacked.Tiling,
+    emulated: None,
+) -> None:
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, columns)), jnp.bfloat16)
+    matrices = [jnp.asarray(rng.standard_normal((3, m, columns)), jnp.bfloat16) for m in rows]
+    dtype = jnp.dtype("float32")
+    found = stacked._multiply(x, matrices, jnp.int32(1), dtype=dtype, tiling=tiling)
+    assert len(found) == len(rows)
+    for y, w in zip(found, matrices, strict=True):
+        wanted = np.asarray(x, np.float64) @ np.asarray(w[1], np.float64).T
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=2.0**-20 * columns)
