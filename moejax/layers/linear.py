@@ -6,7 +6,7 @@ leading axes under which a segment's layers are stacked; a scan takes them off a
 
 import dataclasses
 from types import EllipsisType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -60,10 +60,8 @@ def precision_of(x: Float[Array, "..."]) -> lax.Precision:
 class StoredMatrix(Protocol):
     """A matrix that is not an array, and knows how to multiply."""
 
-    def product(
-        self, x: Float[Array, "tokens k"], bias: Float[Array, " m"] | None
-    ) -> Float[Array, "tokens m"]:
-        """x times the transpose of the matrix, plus a bias, in the dtype of x."""
+    def product(self, x: Float[Array, "tokens k"], bias: Any) -> Float[Array, "tokens m"]:
+        """x times the transpose of the matrix, plus a bias [m] or None, in the dtype of x."""
         ...
 
     def __getitem__(self, at: EllipsisType) -> "StoredMatrix":
@@ -78,16 +76,18 @@ class LayerMatrix:
     stack: Float[Array, "layers m k"]
     layer: Int32[Array, ""]
 
-    def product(
-        self, x: Float[Array, "tokens k"], bias: Float[Array, " m"] | None
-    ) -> Float[Array, "tokens m"]:
-        dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
-        (y,) = stacked.multiply(x, [self.stack], self.layer, dtype)
-        return y if bias is None else _add_bias(y, bias).astype(x.dtype)
+    def product(self, x: Float[Array, "tokens k"], bias: Any) -> Float[Array, "tokens m"]:
+        stack = None
+        if bias is not None:
+            if not isinstance(bias, LayerVector):
+                raise TypeError("a bias is read in place where its matrix is")
+            stack = bias.stack
+        return stacked.multiply(x, [self.stack], [stack], self.layer)[0]
 
     def product_float32(self, x: Float[Array, "tokens k"]) -> Float[Array, "tokens m"]:
         """The same without a bias, in float32."""
-        return stacked.multiply(x, [self.stack], self.layer, jnp.dtype(jnp.float32))[0]
+        (y,) = stacked.multiply(x, [self.stack], [None], self.layer, jnp.dtype(jnp.float32))
+        return y
 
     def __getitem__(self, at: EllipsisType) -> "LayerMatrix":
         return self
@@ -136,11 +136,12 @@ def run_linears(x: Float[Array, "tokens k"], linears: list[Linear]) -> list[Arra
     if len(matrices) < len(linears):
         return [linear(x) for linear in linears]
     biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
-    has_bias = any(bias is not None for bias in biases)
-    dtype = jnp.dtype(jnp.float32) if has_bias else x.dtype
-    found = stacked.multiply(x, [w.stack for w in matrices], matrices[0].layer, dtype)
-    with_bias = [y if b is None else _add_bias(y, b) for y, b in zip(found, biases, strict=True)]
-    return [y.astype(x.dtype) for y in with_bias]
+    return stacked.multiply(
+        x,
+        [w.stack for w in matrices],
+        [b.stack if isinstance(b, LayerVector) else None for b in biases],
+        matrices[0].layer,
+    )
 
 
 class RmsNorm(nnx.Module):

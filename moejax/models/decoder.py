@@ -4,6 +4,7 @@ A segment is scanned over its repeats, with its period unrolled. What the layers
 their experts lie is a `Memory`: the arena (`paged.py`), or plain arrays (`whole.py`).
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -66,8 +67,8 @@ class Memory(Protocol):
         """A layer, from its part of `layers(segment)` and its number in the scan."""
         ...
 
-    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
-        """Whether a weight of all layers of a segment is read in place, by kernels.
+    def in_place(self, weights: Mapping[str, Float[Array, "..."]]) -> Collection[str]:
+        """Which of the weights of all layers of a segment are read in place, by kernels.
 
         The others are sliced by the scan over layers.
         """
@@ -235,7 +236,8 @@ class Decoder(nnx.Module):
             named = flatten_params(nnx.to_pure_dict(weights))
             # What `bind` was not given lies in the memory.
             present = {n: w for n, w in named.items() if not isinstance(w, jax.ShapeDtypeStruct)}
-            stacks = {n: w for n, w in present.items() if memory.in_place(n, w)}
+            names_in_place = memory.in_place(present)
+            stacks = {n: w for n, w in present.items() if n in names_in_place}
             scanned = {n: w for n, w in present.items() if n not in stacks}
 
             def body(

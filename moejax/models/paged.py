@@ -1,9 +1,9 @@
 """The arena as a decoder's memory: KV and experts read through page tables."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,27 +146,30 @@ class PagedMemory:
         )
         return paged if self.kernels.products == "reference" else ByKernels(paged, self.kernels)
 
-    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
+    def in_place(self, weights: Mapping[str, Float[Array, "..."]]) -> Collection[str]:
         if self.kernels.products == "reference":
-            return False
-        if name.endswith("norm.weight"):
-            return stack.ndim == 2 and self.config.norm != "layer"
-        if name.endswith(("router.input_scale", "attention.sinks")):
-            return True
-        if name.endswith(("router.bias", "router.choice_bias", "router.expert_scale")):
-            # As the router's weight, where a kernel reads these.
-            router = self.config.moe.router
-            own = not router.float32_logits and routing.takes(router)
-            return own and self._multiplies(self.config.hidden_size, self.geometry.dtype)
-        if not name.endswith(".weight") or stack.ndim != 3:
-            return False
-        return self._multiplies(stack.shape[2], stack.dtype)
+            return ()
+        matrices = {n for n, w in weights.items() if n.endswith(".weight") and self._takes(w)}
+        found = set(matrices)
+        for name in weights:
+            owner, _, part = name.rpartition(".")
+            if part == "weight" and owner.endswith("norm"):
+                own = weights[name].ndim == 2 and self.config.norm != "layer"
+            elif part in ("choice_bias", "expert_scale") or name.endswith("router.bias"):
+                own = f"{owner}.weight" in matrices and routing.takes(self.config.moe.router)
+            elif part == "bias":
+                own = f"{owner}.weight" in matrices
+            else:
+                own = part in ("input_scale", "sinks")
+            if own:
+                found.add(name)
+        return found
 
-    def _multiplies(self, columns: int, dtype: Any) -> bool:
-        """Whether a kernel multiplies the step's tokens with matrices in place."""
-        if self.kernels.products == "triton":
+    def _takes(self, weight: Float[Array, "..."]) -> bool:
+        """Whether a kernel multiplies the step's tokens with such matrices in place."""
+        if self.kernels.products == "triton" or weight.ndim != 3:
             return False
-        return stacked.takes(len(self.batch.tokens), columns, jnp.dtype(dtype))
+        return stacked.takes(len(self.batch.tokens), weight.shape[2], weight.dtype)
 
     def linears(
         self, carry: UInt32[Array, "pages words"], segment: int, index: int, layer: PagedLayer

@@ -1,6 +1,7 @@
 """A forward pass over whole sequences, without an arena: for tests, calibration and gradients."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -62,8 +63,8 @@ class WholeMemory:
     def at(self, layer: Any, repeat: Int32[Array, ""]) -> Any:
         return layer
 
-    def in_place(self, name: str, stack: Float[Array, "..."]) -> bool:
-        return False
+    def in_place(self, weights: Mapping[str, Float[Array, "..."]]) -> Collection[str]:
+        return ()
 
     def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, Any]:
         return {}

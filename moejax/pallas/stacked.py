@@ -44,34 +44,40 @@ def takes(tokens: int, columns: int, dtype: Any) -> bool:
 def multiply(
     x: Float[Array, "tokens k"],
     matrices: Sequence[Float[Array, "layers _ k"]],
+    biases: Sequence[Float[Array, "layers _"] | None],
     layer: Int32[Array, ""],
     dtype: jnp.dtype | None = None,
 ) -> list[Float[Array, "tokens _"]]:
-    """x times the transpose of each matrix of a layer, summed in float32.
+    """x times the transpose of each matrix of a layer, plus its bias, summed in float32.
 
     `dtype`: of the results; None: that of x. Raises ValueError for no or too many matrices, and
     where `takes` says no.
     """
-    takes_all = all(takes(len(x), x.shape[1], w.dtype) and w.dtype == x.dtype for w in matrices)
+    arrays = [*matrices, *(b for b in biases if b is not None)]
+    takes_all = all(takes(len(x), x.shape[1], w.dtype) and w.dtype == x.dtype for w in arrays)
     if not 0 < len(matrices) <= MAX_MATRICES or not takes_all:
         raise ValueError("the kernel does not multiply these")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     joined = with_reference(partial(_reference, dtype=dtype), partial(_multiply, dtype=dtype))
-    found: list[Array] = joined(x, list(matrices), layer)
+    found: list[Array] = joined(x, list(matrices), list(biases), layer)
     return found
 
 
 def _reference(
     x: Float[Array, "tokens k"],
     matrices: list[Float[Array, "layers _ k"]],
+    biases: list[Float[Array, "layers _"] | None],
     layer: Int32[Array, ""],
     *,
     dtype: jnp.dtype,
 ) -> list[Float[Array, "tokens _"]]:
     found = []
-    for stack in matrices:
+    for stack, bias in zip(matrices, biases, strict=True):
         w = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
         y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if bias is not None:
+            added = lax.dynamic_index_in_dim(bias, layer, keepdims=False)
+            y = y + added.astype(jnp.float32)[None, :]
         found.append(y.astype(dtype))
     return found
 
@@ -86,6 +92,7 @@ def choose_tiling(tokens: int) -> Tiling:
 def _multiply(
     x: Float[Array, "tokens k"],
     matrices: list[Float[Array, "layers _ k"]],
+    biases: list[Float[Array, "layers _"] | None],
     layer: Int32[Array, ""],
     *,
     dtype: jnp.dtype,
@@ -108,6 +115,8 @@ def _multiply(
         x,
         *matrices,
         *[x] * missing,
+        *(x if bias is None else bias for bias in biases),
+        *[x] * missing,
         kernel=stacked_kernel,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
         grid=sum(ceil_div(m, block) for m in rows),
@@ -115,6 +124,7 @@ def _multiply(
         TOKENS=tokens,
         ROWS=(*rows, *[0] * missing),
         COLUMNS=columns,
+        HAS_BIAS=(*(bias is not None for bias in biases), *[False] * missing),
         TILES=tiles,
         ROW_WARPS=tiling.row_warps,
         K_WARPS=tiling.k_warps,

@@ -50,9 +50,9 @@ def _add_products(
 
 @gluon.jit
 def _multiply(
-    out, acc, w, x, memory, tid, block,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
-    ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr,
+    out, acc, w, bias, x, memory, tid, block,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr,
 ):  # fmt: skip
     """What a program does, with a block of rows of one matrix."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
@@ -81,13 +81,18 @@ def _multiply(
     if K_WARPS > 1:
         acc = add_warps(acc, memory, tid, 4 * TILES, ROW_WARPS, K_WARPS)
     stores = tid < 32 * ROW_WARPS
-    for n in gl.static_range(TILES):
-        for j in gl.static_range(4):
-            # Entries 0 and 1 are neighbouring tokens of row g, 2 and 3 those of row g + 8.
+    for j in gl.static_range(4):
+        # Entries 0 and 1 are neighbouring tokens of row g, 2 and 3 those of row g + 8.
+        r = row + j // 2 * 8
+        if HAS_BIAS:
+            added = gl.load(bias + r, mask=stores & (r < ROWS), other=0).to(gl.float32)
+        for n in gl.static_range(TILES):
             t = i * 2 + n * 8 + j % 2
-            r = row + j // 2 * 8
-            y = acc[4 * n + j].to(out.dtype.element_ty)
-            gl.store(out + t * ROWS + r, y, mask=stores & (t < TOKENS) & (r < ROWS))
+            y = acc[4 * n + j]
+            if HAS_BIAS:
+                y += added
+            is_result = stores & (t < TOKENS) & (r < ROWS)
+            gl.store(out + t * ROWS + r, y.to(out.dtype.element_ty), mask=is_result)
 
 
 @gluon.jit
@@ -97,12 +102,16 @@ def stacked_kernel(
     w0,  # bfloat16[layers, rows, columns]
     w1,
     w2,
+    b0,  # bfloat16[layers, rows]
+    b1,
+    b2,
     y0,  # [tokens, rows], of bfloat16 or float32
     y1,
     y2,
     TOKENS: gl.constexpr,
     ROWS: gl.constexpr,  # of each matrix, 0 where there is none
     COLUMNS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,  # of each matrix
     TILES: gl.constexpr,  # of 8 tokens
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
@@ -122,11 +131,12 @@ def stacked_kernel(
     block = gl.program_id(0)
     for m in gl.static_range(3):
         w = w0 if m == 0 else (w1 if m == 1 else w2)
+        b = b0 if m == 0 else (b1 if m == 1 else b2)
         y = y0 if m == 0 else (y1 if m == 1 else y2)
         if ROWS[m] > 0:
             if (block >= 0) & (block * BLOCK < ROWS[m]):
                 _multiply(
-                    y, acc, w + number * (ROWS[m] * COLUMNS), words, memory, tid, block,
-                    TOKENS, ROWS[m], COLUMNS, TILES, ROW_WARPS, K_WARPS,
+                    y, acc, w + number * (ROWS[m] * COLUMNS), b + number * ROWS[m], words, memory,
+                    tid, block, TOKENS, ROWS[m], COLUMNS, HAS_BIAS[m], TILES, ROW_WARPS, K_WARPS,
                 )  # fmt: skip
             block -= (ROWS[m] + BLOCK - 1) // BLOCK

@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
     def at(self, layer: Any, repeat: jax.Array) -> Any:
         return layer
 
-    def in_place(self, name: str, stack: jax.Array) -> bool:
-        return False
+    def in_place(self, weights: Any) -> tuple[str, ...]:
+        return ()
 
     def linears(self, carry: None, segment: int, index: int, layer: Any) -> dict[str, jax.Array]:
         return {}

@@ -108,9 +108,12 @@ def test_matrices_of_a_layer(
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, columns)), jnp.bfloat16)
     matrices = [jnp.asarray(rng.standard_normal((3, m, columns)), jnp.bfloat16) for m in rows]
+    biases = [None if n == 1 else w[:, :, 0] * 16 for n, w in enumerate(matrices)]
     dtype = jnp.dtype("float32")
-    found = stacked._multiply(x, matrices, jnp.int32(1), dtype=dtype, tiling=tiling)
+    found = stacked._multiply(x, matrices, biases, jnp.int32(1), dtype=dtype, tiling=tiling)
     assert len(found) == len(rows)
-    for y, w in zip(found, matrices, strict=True):
+    for y, w, bias in zip(found, matrices, biases, strict=True):
         wanted = np.asarray(x, np.float64) @ np.asarray(w[1], np.float64).T
+        if bias is not None:
+            wanted = wanted + np.asarray(bias[1], np.float64)
         np.testing.assert_allclose(y, wanted, rtol=0, atol=2.0**-20 * columns)
