@@ -116,9 +116,10 @@ class Pointer:
     def __getitem__(self, at: Any) -> "Pointer":
         return Pointer(self.address[at], self.dtype)
 
-    def to(self, kind: PointerType, bitcast: bool) -> "Pointer":
-        assert bitcast
-        return Pointer(self.address, kind)
+    def to(self, kind: Type, bitcast: bool = False) -> "Pointer | Tensor":
+        if bitcast:
+            return Pointer(self.address, PointerType(kind.dtype))
+        return Tensor(self.address.astype(kind.dtype))
 
 
 class Memory:
@@ -146,6 +147,13 @@ class Memory:
     def read(self, number: int) -> np.ndarray:
         start, array = self.starts[number], self.arrays[number]
         return self.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+    def read_bytes(self, address: np.ndarray, size: int) -> np.ndarray:
+        """Neighbouring bytes from each address."""
+        at = address[:, None] + np.arange(size)
+        if not self.owned[at].all():
+            raise AssertionError("an address outside of the arrays")
+        return self.bytes[at]
 
     def places(self, pointer: Pointer, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """(elements in the memory as one array of this dtype, which are used)."""
@@ -215,7 +223,7 @@ def _language(memory: Memory, program: list[int], warps: Warps) -> types.ModuleT
         "barrier": lambda: None,
         "allocate_shared_memory": lambda kind, shape, layout: Shared(),
         **{n: lambda *a: None for n in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout")},
-        **{n: Type(n) for n in ("uint32", "int32", "int64", "float32")},
+        **{n: Type(n) for n in ("uint32", "uint64", "int32", "int64", "float32")},
         "bfloat16": Type(ml_dtypes.bfloat16),
         "load": load,
         "store": store,
@@ -260,7 +268,7 @@ def _run(
     name: str, arrays: list[np.ndarray], grid: Sequence[int], threads: int, constants: Mapping
 ) -> Memory:
     memory, program = Memory(arrays), [0, 0]
-    warps = Warps(threads, int(constants["SHARED"]))
+    warps = Warps(threads, int(constants["SHARED"]), memory.read_bytes)
     with _imported(_language(memory, program, warps)):
         kernel = getattr(sys.modules[f"moejax.pallas.{name}"], name)
         for program[1] in range(grid[1]):

@@ -18,8 +18,12 @@ _GARBAGE = 0xAB
 class Warps:
     """The threads of a program and their shared memory."""
 
-    def __init__(self, threads: int, shared: int) -> None:
+    def __init__(
+        self, threads: int, shared: int, read: Callable[[np.ndarray, int], np.ndarray]
+    ) -> None:
+        """`read`: bytes of global memory, from addresses and a size."""
         self.threads = threads
+        self.read = read
         self.shared = np.empty(shared, np.uint8)
         self.forget()
 
@@ -33,8 +37,8 @@ class Warps:
         """The results of a block of inline assembly, whose operands $n come first."""
         registers: Registers = {}
         for n, argument in enumerate(arguments, len(kinds)):
-            wide = np.broadcast_to(argument, (self.threads,))
-            registers[f"${n}"] = np.ascontiguousarray(wide).view(np.uint32)
+            wide = np.ascontiguousarray(np.broadcast_to(argument, (self.threads,)))
+            registers[f"${n}"] = wide if wide.dtype.itemsize == 8 else wide.view(np.uint32)
         for instruction in _parse(text):
             self._execute(*instruction, registers)
         return [registers[f"${n}"].view(kind) for n, kind in enumerate(kinds)]
@@ -51,6 +55,19 @@ class Warps:
             self._multiply(operands, registers)
         elif name.startswith("st.shared."):
             self._words()[self._places(operands[0], value)] = value(operands[1])
+        elif name == "ld.shared.v4.b32":
+            place = self._places(operands[1], value)
+            for n, register in enumerate(operands[0].strip("{}").split(",")):
+                registers[register.strip()] = self._words()[place + n]
+        elif name.startswith("cp.async.cg."):
+            # At once: threads wait for their own copies before they read them.
+            place = self._places(operands[0], value) * 4
+            used = value(operands[3]) == 16
+            found = np.zeros((self.threads, 16), np.uint8)
+            found[used] = self.read(value(operands[1].strip("[]"))[used].astype(np.int64), 16)
+            self.shared[place[:, None] + np.arange(16)] = found
+        elif name.startswith("cp.async."):
+            pass
         elif name.startswith("ld.shared."):
             registers[operands[0]] = self._words()[self._places(operands[1], value)]
         elif operands[0].startswith("{"):
@@ -147,6 +164,8 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.u32": lambda a, b: a + b,
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
+    "setp.ne.u32": lambda a, b: (a != b).astype(np.uint32),
+    "selp.b32": lambda a, b, p: np.where(p != 0, a, b).astype(np.uint32),
     "prmt.b32": _permute,
     "dp4a.u32.u32": _dot,
     "lop3.b32": _choose,

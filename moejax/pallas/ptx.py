@@ -53,6 +53,66 @@ def load_shared(address):
 
 
 @gluon.jit
+def copy_16(address, pointer, used):
+    """Starts to copy 16 bytes of each thread to shared memory; zeros where not used.
+
+    Unlike a load to registers, no compiler moves it to where the result is waited for.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 size;
+        setp.ne.u32 p, $3, 0;
+        selp.b32 size, 16, 0, p;
+        cp.async.cg.shared.global [$1], [$2], 16, size;
+        mov.u32 $0, $1;
+        }""",
+        "=r,r,l,r",
+        [address, pointer.to(gl.uint64), used.to(gl.uint32)],
+        dtype=gl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_copies(address):
+    """Ends a group of copies, of each thread's own."""
+    gl.inline_asm_elementwise(
+        "cp.async.commit_group; mov.u32 $0, $1;",
+        "=r,r",
+        [address],
+        dtype=gl.uint32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+_WAITS = gl.constexpr(tuple(f"cp.async.wait_group {left}; mov.u32 $0, $1;" for left in range(8)))
+
+
+@gluon.jit
+def wait_for_copies(address, LEFT: gl.constexpr):
+    """Each thread waits until all but the last LEFT, 7 at most, of its groups have come."""
+    gl.inline_asm_elementwise(
+        _WAITS[LEFT], "=r,r", [address], dtype=gl.uint32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def load_16(address):
+    """Four words of each thread from shared memory."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
+        [address],
+        dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def add_warps(
     acc, memory, tid, COUNT: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr
 ):

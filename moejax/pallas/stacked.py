@@ -20,8 +20,11 @@ from moejax.pallas.bridge import triton_call, with_reference
 
 MAX_MATRICES = 3
 MAX_TOKENS = 64
+STEP_COLUMNS = 128
 # Of a load of 16 bytes.
 _COLUMNS = 8
+# Programs up to which a multiprocessor has one at a time, on GPUs with as many as an H200.
+_FEW_PROGRAMS = 132
 # Up to so many a program needs no second row warp to read them less often.
 _FEW_TOKENS = 16
 
@@ -89,6 +92,14 @@ def choose_tiling(tokens: int) -> Tiling:
     return Tiling(row_warps=2, k_warps=4)
 
 
+def choose_stages(columns: int, tiling: Tiling, programs: int) -> int:
+    """Steps of a warp that are under way, of 128 bytes of each thread: a power of two."""
+    turns = ceil_div(ceil_div(columns, STEP_COLUMNS), tiling.k_warps)
+    if turns == 1:
+        return 1
+    return 4 if turns >= 4 and programs <= _FEW_PROGRAMS else 2
+
+
 def _multiply(
     x: Float[Array, "tokens k"],
     matrices: list[Float[Array, "layers _ k"]],
@@ -109,6 +120,8 @@ def _multiply(
     while 8 * tiles < tokens:
         tiles *= 2
     threads = 32 * tiling.row_warps * tiling.k_warps
+    programs = sum(ceil_div(m, block) for m in rows)
+    stages = choose_stages(columns, tiling, programs)
     shapes = [(tokens, m) for m in rows] + [(1, 1)] * missing
     found = triton_call(
         layer,
@@ -119,7 +132,7 @@ def _multiply(
         *[x] * missing,
         kernel=stacked_kernel,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
-        grid=sum(ceil_div(m, block) for m in rows),
+        grid=programs,
         num_warps=tiling.row_warps * tiling.k_warps,
         TOKENS=tokens,
         ROWS=(*rows, *[0] * missing),
@@ -128,6 +141,7 @@ def _multiply(
         TILES=tiles,
         ROW_WARPS=tiling.row_warps,
         K_WARPS=tiling.k_warps,
-        SHARED=threads * 16 * tiles,
+        STAGES=stages,
+        SHARED=threads * max(16 * tiles, STEP_COLUMNS * stages),
     )
     return list(found[: len(rows)])

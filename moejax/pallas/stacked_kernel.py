@@ -1,32 +1,53 @@
 """Products of few tokens with up to three matrices of a layer, in Gluon.
 
 A program multiplies 16 rows of one matrix for each of its row warps with all tokens. Rows of
-weights are read as they lie: a thread holds rows g and g + 8 of 16, and of every 32 columns 8
+weights are read as they lie: a thread has rows g and g + 8 of 16, and of every 32 columns 8
 neighbouring ones, which are the first factor of two steps of the matrix units, whatever the order
 of columns within them is, as long as it is that of the tokens. Warps that share rows take turns at
-the columns, so that all of a matrix is under way at once.
+the columns. Weights come through shared memory, where each thread finds what it asked for itself,
+so that all of a matrix is under way at once.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moejax.pallas.page_reads import load_4
-from moejax.pallas.ptx import add_warps, mma, shared_address
+from moejax.pallas.ptx import (
+    add_warps,
+    copy_16,
+    end_copies,
+    load_16,
+    mma,
+    shared_address,
+    wait_for_copies,
+)
 
 CHUNKS = gl.constexpr(4)
 """Of 32 columns in a step."""
 
 
 @gluon.jit
-def _load_weights(w, row, column, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """Of each chunk 8 columns of rows g and g + 8: a tuple of 8 * CHUNKS words."""
-    found = ()
+def _copy_weights(
+    address, w, row, column,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr,
+):  # fmt: skip
+    """Starts to bring a step's weights: of each chunk 8 columns of rows g and g + 8."""
     for c in gl.static_range(CHUNKS):
         inside = column + c * 32 < COLUMNS
         # In words of two values.
         at = w + (row.to(gl.int64) * COLUMNS + column + c * 32) // 2
-        found = found + load_4(at, inside & (row < ROWS), THREADS)
-        found = found + load_4(at + 4 * COLUMNS, inside & (row + 8 < ROWS), THREADS)
+        copy_16(address + c * (32 * THREADS), at, inside & (row < ROWS))
+        lower = address + c * (32 * THREADS) + 16 * THREADS
+        copy_16(lower, at + 4 * COLUMNS, inside & (row + 8 < ROWS))
+    end_copies(address)
+
+
+@gluon.jit
+def _load_weights(address, THREADS: gl.constexpr):
+    """What `_copy_weights` brought: a tuple of 8 * CHUNKS words."""
+    found = ()
+    for n in gl.static_range(2 * CHUNKS):
+        found = found + load_16(address + n * (16 * THREADS))
     return found
 
 
@@ -52,7 +73,7 @@ def _add_products(
 def _multiply(
     out, acc, w, bias, x, memory, tid, block,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr,
+    TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What a program does, with a block of rows of one matrix."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
@@ -63,10 +84,17 @@ def _multiply(
     i = tid % 4
     row = block * (16 * ROW_WARPS) + tid // 32 % ROW_WARPS * 16 + g
     column = tid // 32 // ROW_WARPS * STEP + i * 8
-    weights = _load_weights(w, row, column, ROWS, COLUMNS, THREADS)
-    for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        after = column + K_WARPS * STEP
-        following = _load_weights(w, row, after, ROWS, COLUMNS, THREADS)
+    STAGE: gl.constexpr = 32 * CHUNKS * THREADS
+    TURNS: gl.constexpr = (STEPS + K_WARPS - 1) // K_WARPS
+    own = memory + (tid * 16).to(gl.uint32)
+    for s in gl.static_range(STAGES):
+        _copy_weights(
+            own + s * STAGE, w, row, column + s * (K_WARPS * STEP), ROWS, COLUMNS, THREADS
+        )
+    for turn in range(TURNS):
+        wait_for_copies(own, STAGES - 1)
+        stage = own + turn % STAGES * STAGE
+        weights = _load_weights(stage, THREADS)
         for c in gl.static_range(CHUNKS):
             inside = column + c * 32 < COLUMNS
             at = x + (g * COLUMNS + column + c * 32) // 2
@@ -76,8 +104,11 @@ def _multiply(
                 tokens = tokens + load_4(at + n * (4 * COLUMNS), used, THREADS)
             for half in gl.static_range(2):
                 acc = _add_products(acc, weights, tokens, c, half, TILES)
-        weights = following
-        column = after
+        # What was read here is in registers, since it was multiplied.
+        _copy_weights(stage, w, row, column + STAGES * (K_WARPS * STEP), ROWS, COLUMNS, THREADS)
+        column += K_WARPS * STEP
+    # The memory is used anew.
+    wait_for_copies(own, 0)
     if K_WARPS > 1:
         acc = add_warps(acc, memory, tid, 4 * TILES, ROW_WARPS, K_WARPS)
     stores = tid < 32 * ROW_WARPS
@@ -115,6 +146,7 @@ def stacked_kernel(
     TILES: gl.constexpr,  # of 8 tokens
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
+    STAGES: gl.constexpr,  # steps of a warp that are under way
     SHARED: gl.constexpr,  # bytes
 ):
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
@@ -138,5 +170,6 @@ def stacked_kernel(
                 _multiply(
                     y, acc, w + number * (ROWS[m] * COLUMNS), b + number * ROWS[m], words, memory,
                     tid, block, TOKENS, ROWS[m], COLUMNS, HAS_BIAS[m], TILES, ROW_WARPS, K_WARPS,
+                    STAGES,
                 )  # fmt: skip
             block -= (ROWS[m] + BLOCK - 1) // BLOCK
