@@ -1,7 +1,7 @@
 """The program of one step: edits, forward pass, sampling."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,9 +36,6 @@ COMPILER_OPTIONS = {
     ),
     # Its products get copies of a layer's weights; those of cuBLAS read the array of all layers.
     "xla_gpu_enable_triton_gemm": False,
-    # Of a layer's kernels those run side by side that do not wait for each other: the shared expert
-    # beside the routed ones.
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 
@@ -51,6 +48,16 @@ class Bucket:
     """The first rows, which may have any number of tokens; the rest have one, or none."""
     max_query: int
     """Most tokens that a row may have."""
+
+
+def compiler_options(bucket: Bucket, kernels: Kernels) -> dict[str, Any]:
+    """How a step's program is compiled."""
+    options: dict[str, Any] = dict(COMPILER_OPTIONS)
+    if kernels.products != "reference" and not bucket.prefill_rows:
+        # Of a layer's kernels those run side by side that do not wait for each other: the shared
+        # expert beside the routed ones. They share less memory, so steps of many tokens do without.
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+    return options
 
 
 class StepOutput(NamedTuple):

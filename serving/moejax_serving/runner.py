@@ -18,7 +18,7 @@ from moejax.arena.geometry import Geometry
 from moejax.arena.state import ArenaState
 from moejax.config import ModelConfig
 from moejax.models.decoder import Params
-from moejax.models.step import COMPILER_OPTIONS, Bucket, StepOutput, step
+from moejax.models.step import Bucket, StepOutput, compiler_options, step
 from moejax.pallas.dispatch import Kernels
 from moejax_serving.loader import store_pages
 
@@ -160,7 +160,7 @@ def compile_step(
     program = jax.jit(
         partial(step, config=config, geometry=geometry, bucket=bucket, kernels=kernels),
         donate_argnums=1,
-        compiler_options=COMPILER_OPTIONS,
+        compiler_options=compiler_options(bucket, kernels),
     )
     array = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
     return program.lower(params, state, array).compile()

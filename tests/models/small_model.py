@@ -25,7 +25,7 @@ from moejax.models import whole
 from moejax.models.batch import make_batch
 from moejax.models.decoder import Params, abstract_params, bind
 from moejax.models.paged import make_memory
-from moejax.models.step import COMPILER_OPTIONS, Bucket, StepOutput, step
+from moejax.models.step import Bucket, StepOutput, compiler_options, step
 from moejax.pallas.dispatch import REFERENCE, Kernels, find_kernels
 
 # Pages hold 8 tokens of 96 bytes, or an atom.
@@ -142,17 +142,17 @@ PREFILL, DECODE, MIXED = prefill_bucket(), decode_bucket(), mixed_bucket()
 @cache
 def program(bucket: Bucket, name: str, dtype: str) -> Any:
     """A jitted step; the state is donated, as the engine does."""
-    model = make_model(name, dtype)
+    model, kernels = make_model(name, dtype), find_kernels(dtype)
     return jax.jit(
         partial(
             step,
             config=model.config,
             geometry=model.geometry,
             bucket=bucket,
-            kernels=find_kernels(dtype),
+            kernels=kernels,
         ),
         donate_argnums=1,
-        compiler_options=COMPILER_OPTIONS | QUICK,
+        compiler_options=compiler_options(bucket, kernels) | QUICK,
     )
 
 

@@ -25,7 +25,7 @@ from moejax.config import (
     segments_of,
 )
 from moejax.models.decoder import abstract_params, flatten_params, nest_params
-from moejax.models.step import COMPILER_OPTIONS, step
+from moejax.models.step import compiler_options, step
 from moejax.pallas.dispatch import REFERENCE, Kernels
 from moejax_serving.batch import make_buckets
 from moejax_serving.loader import empty_state
@@ -146,9 +146,8 @@ def compile_step(model: str, bucket_name: str, device: str, kernels: Kernels = R
     program = functools.partial(
         step, config=config, geometry=geometry, bucket=bucket, kernels=kernels
     )
-    compiled = compile_for(
-        device, program, arguments, donate_argnums=1, compiler_options=COMPILER_OPTIONS
-    )
+    options = compiler_options(bucket, kernels)
+    compiled = compile_for(device, program, arguments, donate_argnums=1, compiler_options=options)
     bound = workspace_bytes(config, geometry, bucket, MAX_MODEL_LEN)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), bound
 
@@ -183,7 +182,10 @@ def test_on_an_h200_the_arena_stays_in_place_for_codes():
 
 @pytest.mark.parametrize(
     ("model", "bucket"),
-    [(QUANTIZED, "decode 1"), ("mixed", "prefill 512"), ("gpt-oss", "decode 1")],
+    [
+        *((QUANTIZED, "decode 1"), ("mixed", "prefill 512"), ("gpt-oss", "decode 1")),
+        *(("mixed", "decode 16"), ("qwen1.5-moe", "decode 16")),
+    ],
 )
 def test_on_an_h200_the_arena_stays_in_place_with_kernels(model, bucket):
     test_on_an_h200_the_arena_stays_in_place(model, bucket, KERNELS)
