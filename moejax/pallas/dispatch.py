@@ -27,7 +27,7 @@ Products = Literal["reference", "triton", "gluon", "mosaic"]
 CHOICES = ("auto", "reference", "triton", "gluon", "mosaic")
 """What a user may ask for."""
 MANY_TOKENS = 64
-"""Tokens of an expert on average from which `Kernels.many` multiplies: not measured yet."""
+"""Tokens of an expert on average from which `Kernels.many` multiplies; fewer are not measured."""
 MANY_TOKENS_OF_LINEAR = 256
 """The same of a matrix that all tokens pass: it has programs enough for a GPU later."""
 

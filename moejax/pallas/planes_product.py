@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moejax.pallas import product
 from moejax.pallas.bit_words import bytes_of, codes_of, nibbles_of
 from moejax.pallas.page_reads import atom_at, load_2, load_4, load_tokens, page_at
 from moejax.pallas.ptx import (
@@ -15,8 +16,7 @@ from moejax.pallas.ptx import (
     store_entries,
 )
 
-NIBBLE_BITS = gl.constexpr(3)
-"""Up to this width tables are in registers, and byte permutes look up."""
+NIBBLE_BITS = gl.constexpr(product.NIBBLE_BITS)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from moejax.pallas.places import join_biases, sum_of_experts, tokens_of_tiles
 STEP_COLUMNS = 256
 """Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
 NIBBLE_BITS = 3
-"""Up to this width tables are in registers."""
+"""Up to this width tables are in registers, and byte permutes look up."""
 PERMUTES = True
 """Whether byte permutes look up a part of the weights of width 4."""
 FULL_LINE_BITS = 6

@@ -133,16 +133,8 @@ def add_warps(
     return added
 
 
-@gluon.jit
-def store_entries(address, upper, lower, LINE: gl.constexpr):
-    """Stores two neighbouring entries of two tables, LINE bytes apart.
-
-    `upper` and `lower` are words of two float16 entries each. A stored word has one entry of both
-    tables as bfloat16, that of `upper` in its low half.
-    """
-    next_entry: gl.constexpr = "[$1 + 128]" if LINE == 128 else "[$1 + 32]"
-    gl.inline_asm_elementwise(
-        """{
+# Four float16 entries, in operands 2 and 3, as float32.
+_ENTRIES = """{
         .reg .b16 a, b, c, d;
         .reg .f32 fa, fb, fc, fd;
         .reg .b32 x, y;
@@ -152,14 +144,40 @@ def store_entries(address, upper, lower, LINE: gl.constexpr):
         cvt.f32.f16 fb, b;
         cvt.f32.f16 fc, c;
         cvt.f32.f16 fd, d;
+"""
+_STORE_ENTRIES = (
+    _ENTRIES
+    + """
         cvt.rn.bf16x2.f32 x, fc, fa;
         cvt.rn.bf16x2.f32 y, fd, fb;
         st.shared.b32 [$1], x;
-        st.shared.b32 """
-        + next_entry
-        + """, y;
+        st.shared.b32 [$1 + LINE], y;
         mov.u32 $0, $1;
-        }""",
+        }"""
+)
+_STORE_ENTRIES_128 = gl.constexpr(_STORE_ENTRIES.replace("LINE", "128"))
+_STORE_ENTRIES_32 = gl.constexpr(_STORE_ENTRIES.replace("LINE", "32"))
+_SPLIT_ENTRIES = gl.constexpr(
+    _ENTRIES
+    + """
+        cvt.rn.bf16x2.f32 x, fb, fa;
+        cvt.rn.bf16x2.f32 y, fd, fc;
+        prmt.b32 $0, x, y, 0x6420;
+        prmt.b32 $1, x, y, 0x7531;
+        }"""
+)
+
+
+@gluon.jit
+def store_entries(address, upper, lower, LINE: gl.constexpr):
+    """Stores two neighbouring entries of two tables, LINE bytes apart.
+
+    `upper` and `lower` are words of two float16 entries each. A stored word has one entry of both
+    tables as bfloat16, that of `upper` in its low half.
+    """
+    text: gl.constexpr = _STORE_ENTRIES_128 if LINE == 128 else _STORE_ENTRIES_32
+    gl.inline_asm_elementwise(
+        text,
         "=r,r,r,r",
         [address, upper, lower],
         dtype=gl.uint32,
@@ -226,21 +244,7 @@ def look_up(upper0, upper1, lower0, lower1, table, HALF: gl.constexpr, LINE: gl.
 def split_entries(first, second):
     """Four float16 entries, in two words, as bfloat16: their low bytes, and their high bytes."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 a, b, c, d;
-        .reg .f32 fa, fb, fc, fd;
-        .reg .b32 x, y;
-        mov.b32 {a, b}, $2;
-        mov.b32 {c, d}, $3;
-        cvt.f32.f16 fa, a;
-        cvt.f32.f16 fb, b;
-        cvt.f32.f16 fc, c;
-        cvt.f32.f16 fd, d;
-        cvt.rn.bf16x2.f32 x, fb, fa;
-        cvt.rn.bf16x2.f32 y, fd, fc;
-        prmt.b32 $0, x, y, 0x6420;
-        prmt.b32 $1, x, y, 0x7531;
-        }""",
+        _SPLIT_ENTRIES,
         "=&r,=&r,r,r",
         [first, second],
         dtype=(gl.uint32, gl.uint32),

@@ -11,6 +11,7 @@ so that all of a matrix is under way at once.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moejax.pallas import stacked
 from moejax.pallas.page_reads import load_4
 from moejax.pallas.ptx import (
     add_warps,
@@ -22,7 +23,7 @@ from moejax.pallas.ptx import (
     wait_for_copies,
 )
 
-CHUNKS = gl.constexpr(4)
+CHUNKS = gl.constexpr(stacked.STEP_COLUMNS // 32)
 """Of 32 columns in a step."""
 
 
