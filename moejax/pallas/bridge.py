@@ -7,6 +7,7 @@ import it inside the function that calls `triton_call`.
 """
 
 import copy
+import dataclasses
 import functools
 import importlib.metadata
 import re
@@ -19,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from moejax.pallas.kernel_cache import keep_compiled
+from moejax.pallas.kernel_cache import read_or_make
 
 SUPPORTED = {
     "jax": ("0.11.1", "0.12"),
@@ -128,10 +129,62 @@ def _import_jax_triton() -> ModuleType:
     import jax_triton
     from jax_triton import triton_lib
 
-    triton_lib.compile_ttir_inplace = keep_compiled(
-        _compile_either(triton_lib.compile_ttir_inplace), triton_lib.CompilationResult
+    triton_lib.compile_ttir_inplace = _compile_either(triton_lib.compile_ttir_inplace)
+    triton_lib.TritonFunction._compile_kernel = _keep_compiled(
+        triton_lib.TritonFunction._compile_kernel, triton_lib
     )
     return jax_triton
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernel:
+    """What is kept of a kernel that was compiled."""
+
+    name: str
+    ptx: str
+    shared_bytes: int
+    scratch_bytes: int | None
+    scratch_align: int | None
+
+
+def _keep_compiled(compile_kernel: Callable[..., Any], triton_lib: ModuleType) -> Any:
+    """jax-triton's compiler of kernels, which looks on disk before it reads a kernel's source."""
+
+    def compile_or_read(
+        function: Any, spec: Any, target: Any, backend: Any, backend_options: Mapping[str, Any]
+    ) -> Any:
+        def make() -> CompiledKernel:
+            found = compile_kernel(function, spec, target, backend, backend_options)[3]
+            if found.tensordesc_meta:
+                raise NotImplementedError("kernels with tensor descriptors")
+            return CompiledKernel(
+                name=found.name,
+                ptx=found.binary,
+                shared_bytes=found.shared_mem_bytes,
+                scratch_bytes=found.global_scratch_size,
+                scratch_align=found.global_scratch_align,
+            )
+
+        # The first holds the source, with that of all functions that it calls.
+        parts: list[Any] = [function.fn.cache_key, target]
+        for values in (spec.signature, spec.attrs, spec.constants, backend_options):
+            parts.append(sorted((str(k), repr(v)) for k, v in values.items()))
+        kept = read_or_make([repr(part) for part in parts], make, CompiledKernel)
+        scratch = (kept.scratch_bytes, kept.scratch_align)
+        kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+            kept.name,
+            backend_options["num_warps"],
+            backend_options["num_ctas"],
+            kept.shared_bytes,
+            kept.ptx,
+            "",  # its text, for a reader: it would be in every program
+            target.arch,
+            *(() if kept.scratch_bytes is None else scratch),
+        )
+        result = triton_lib.CompilationResult(kept.ptx, kept.name, kept.shared_bytes, "", "")
+        return kernel, "", None, result
+
+    return compile_or_read
 
 
 def _compile_either(compile_triton: Callable[..., Any]) -> Callable[..., Any]:

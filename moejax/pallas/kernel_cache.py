@@ -1,7 +1,7 @@
 """Compiled kernels on disk, beside the programs that jax keeps: the next start finds them.
 
-Triton's passes take seconds for each kernel, and a server has dozens. A file holds what came of one
-module; its name is a digest of all that decides about it.
+To turn a kernel's source into machine code takes seconds, and a server has dozens. A file holds
+what came of one; its name is a digest of all that decides about it.
 """
 
 import dataclasses
@@ -19,49 +19,43 @@ import jax
 
 FOLDER = "kernels"
 """In the folder of jax's compilation cache; without one nothing is kept."""
-# Of the options: a path on this machine, of files that come with Triton.
-_NOT_DECISIVE = ("extern_libs",)
 
 logger = logging.getLogger(__name__)
 
 
-def keep_compiled(
-    compile_module: Callable[..., Any], result_type: type[Any]
-) -> Callable[[Any, Any, Any, Any], Any]:
-    """A compiler of modules (module, backend, options, target) that looks on disk first.
+def read_or_make[T](parts: list[str], make: Callable[[], T], result_type: type[T]) -> T:
+    """What is kept under these parts, or what `make` gives, which is kept then.
 
-    `result_type`: the dataclass of its results, whose fields are JSON values. A file that cannot be
-    read or written costs the time to compile, and a line in the log.
+    A file that cannot be read or written costs the time to compile, and a line in the log.
+
+    Args:
+        parts: what decides about a kernel, but for the versions of its compilers.
+        make: compiles it.
+        result_type: a dataclass whose fields are JSON values.
     """
-
-    def compile_or_read(module: Any, backend: Any, options: Any, target: Any) -> Any:
-        root = jax.config.jax_compilation_cache_dir
-        if root is None:
-            return compile_module(module, backend, options, target)
-        name = digest(str(module), options, target)
-        path = pathlib.Path(root) / FOLDER / f"{name}.json"
-        try:
-            return result_type(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s is not read, and made anew: %s", path, error)
-        found = compile_module(module, backend, options, target)
-        try:
-            _write(path, json.dumps(dataclasses.asdict(found)))
-        except (OSError, TypeError) as error:
-            logger.warning("%s is not written: %s", path, error)
-        return found
-
-    return compile_or_read
+    root = jax.config.jax_compilation_cache_dir
+    if root is None:
+        return make()
+    path = pathlib.Path(root) / FOLDER / f"{digest(parts)}.json"
+    try:
+        return result_type(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s is not read, and made anew: %s", path, error)
+    found: Any = make()
+    try:
+        _write(path, json.dumps(dataclasses.asdict(found)))
+    except (OSError, TypeError) as error:
+        logger.warning("%s is not written: %s", path, error)
+    made: T = found
+    return made
 
 
-def digest(module: str, options: Any, target: Any) -> str:
-    """What a kernel is kept under: its module, how and for what it is compiled, by which Triton."""
-    decisive = {k: v for k, v in sorted(vars(options).items()) if k not in _NOT_DECISIVE}
+def digest(parts: list[str]) -> str:
+    """What a kernel is kept under."""
     versions = [importlib.metadata.version(name) for name in ("triton", "jax-triton")]
-    parts = [module, repr(decisive), repr(target), *versions]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\0".join([*parts, *versions]).encode()).hexdigest()
 
 
 def _write(path: pathlib.Path, text: str) -> None:

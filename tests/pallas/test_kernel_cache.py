@@ -7,26 +7,19 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import pytest
 
 import aot
 from moejax.pallas import bridge
-from moejax.pallas.kernel_cache import FOLDER, digest, keep_compiled
+from moejax.pallas.kernel_cache import FOLDER, read_or_make
 
 
 @dataclasses.dataclass
 class Result:
     binary: str
-    shared: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    num_warps: int = 4
-    extern_libs: tuple[str, ...] = ("/somewhere/libdevice.bc",)
+    shared: int | None
 
 
 class Compiler:
@@ -35,9 +28,12 @@ class Compiler:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, module: Any, backend: Any, options: Options, target: Any) -> Result:
-        self.calls += 1
-        return Result(f"{module} for {target}", options.num_warps)
+    def run(self, *parts: str) -> Result:
+        def make() -> Result:
+            self.calls += 1
+            return Result(" for ".join(parts), None)
+
+        return read_or_make(list(parts), make, Result)
 
 
 @pytest.fixture
@@ -60,29 +56,21 @@ def files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def test_what_was_compiled_once_is_read(folder: pathlib.Path) -> None:
     compiler = Compiler()
-    first = keep_compiled(compiler, Result)("module", None, Options(), 90)
+    first = compiler.run("kernel", "90")
     (path,) = files(folder)
     assert path.suffix == ".json"
     # Another process.
-    again = keep_compiled(compiler, Result)("module", None, Options(), 90)
-    assert again == first == Result("module for 90", 4)
+    assert compiler.run("kernel", "90") == first == Result("kernel for 90", None)
     assert compiler.calls == 1
     assert files(folder) == [path]
 
 
 def test_all_that_decides_is_in_the_name(folder: pathlib.Path) -> None:
     compiler = Compiler()
-    run = keep_compiled(compiler, Result)
-    cases = [("module", 4, 90), ("other", 4, 90), ("module", 8, 90), ("module", 4, 80)]
-    for module, warps, target in cases * 2:
-        found = run(module, None, Options(warps), target)
-        assert found == Result(f"{module} for {target}", warps)
+    cases = [("kernel", "4", "90"), ("other", "4", "90"), ("kernel", "8", "90"), ("kernel4", "90")]
+    for parts in cases * 2:
+        assert compiler.run(*parts) == Result(" for ".join(parts), None)
     assert compiler.calls == len(files(folder)) == len(cases)
-
-
-def test_paths_of_this_machine_do_not_decide(needs_kernels: None) -> None:
-    one, other = Options(), Options(extern_libs=("/elsewhere/libdevice.bc",))
-    assert digest("module", one, 90) == digest("module", other, 90)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"binary": "x"}', '{"odd": 1}', "\0", "null"])
@@ -90,15 +78,14 @@ def test_a_broken_file_is_made_anew(
     folder: pathlib.Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = Compiler()
-    run = keep_compiled(compiler, Result)
-    run("module", None, Options(), 90)
+    compiler.run("kernel")
     (path,) = files(folder)
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert run("module", None, Options(), 90) == Result("module for 90", 4)
+        assert compiler.run("kernel") == Result("kernel", None)
     assert str(path) in caplog.text
     assert compiler.calls == 2
-    assert run("module", None, Options(), 90) == Result("module for 90", 4)
+    assert compiler.run("kernel") == Result("kernel", None)
     assert compiler.calls == 2
 
 
@@ -107,8 +94,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
 ) -> None:
     folder.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        found = keep_compiled(Compiler(), Result)("module", None, Options(), 90)
-    assert found == Result("module for 90", 4)
+        assert Compiler().run("kernel") == Result("kernel", None)
     assert "is not written" in caplog.text
 
 
@@ -117,8 +103,7 @@ def test_without_a_folder_nothing_is_kept(needs_kernels: None) -> None:
     jax.config.update("jax_compilation_cache_dir", None)
     try:
         compiler = Compiler()
-        run = keep_compiled(compiler, Result)
-        assert run("module", None, Options(), 90) == run("module", None, Options(), 90)
+        assert compiler.run("kernel") == compiler.run("kernel")
         assert compiler.calls == 2
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
