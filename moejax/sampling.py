@@ -1,5 +1,6 @@
 """From logits to tokens: greedy or random choice per row, and log-probabilities."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -39,35 +40,42 @@ class Logprobs(NamedTuple):
 
 
 def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int32[Array, " rows"]:
-    """Chooses one token per row."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chosen = lax.cond(
-        jnp.any(rows.temperature > 0), _sample_random, lambda logits, rows: greedy, logits, rows
+    """Chooses one token per row, and computes what some row needs."""
+    # The branches return tokens, not logits: a conditional would copy what it passes through.
+    number = jnp.any(rows.temperature > 0).astype(jnp.int32) + wants_filters(rows).astype(jnp.int32)
+    branches = (
+        lambda logits, rows: likeliest(logits),
+        partial(draw, filters=False),
+        partial(draw, filters=True),
     )
-    return jnp.where(rows.temperature > 0, chosen, greedy)
+    tokens: Int32[Array, " rows"] = lax.switch(number, branches, logits, rows)
+    return tokens
 
 
-def _sample_random(logits: Float[Array, "rows vocab"], rows: SamplingRows) -> Int32[Array, " rows"]:
+def likeliest(logits: Float[Array, "rows vocab"]) -> Int32[Array, " rows"]:
+    """The first of the likeliest tokens of each row."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def draw(
+    logits: Float[Array, "rows vocab"], rows: SamplingRows, *, filters: bool
+) -> Int32[Array, " rows"]:
+    """A random token of each row with a temperature, and the likeliest of others.
+
+    `filters`: whether top-k, top-p and min-p count.
+    """
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     # With the largest at 0, a tiny temperature makes others -inf and none inf.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    if filters:
+        scaled = filter_logits(scaled, rows)
 
-    def draw(seed: Array, position: Array, logits: Array) -> Array:
+    def of_row(seed: Array, position: Array, logits: Array) -> Array:
         key = jax.random.wrap_key_data(lax.bitcast_convert_type(seed, jnp.uint32))
         return jax.random.categorical(jax.random.fold_in(key, position), logits)
 
-    def plain(scaled: Array, rows: SamplingRows) -> Array:
-        return jax.vmap(draw)(rows.seeds, rows.positions, scaled).astype(jnp.int32)
-
-    # The branches return tokens, not logits: a conditional would copy what it passes through.
-    tokens: Int32[Array, " rows"] = lax.cond(
-        wants_filters(rows),
-        lambda scaled, rows: plain(filter_logits(scaled, rows), rows),
-        plain,
-        scaled,
-        rows,
-    )
-    return tokens
+    drawn = jax.vmap(of_row)(rows.seeds, rows.positions, scaled).astype(jnp.int32)
+    return jnp.where(rows.temperature > 0, drawn, likeliest(logits))
 
 
 def wants_filters(rows: SamplingRows) -> Bool[Array, ""]:

@@ -51,14 +51,6 @@ class ArenaState:
     """For each kind of KV: int32[D, layers, kv_blocks]"""
     block_tables: Any
     """For each kind of KV: int32[D, rows, blocks per row]"""
-    last_tokens: Any
-    """int32[rows]"""
-    marks: Any
-    """int32[rows, vocab]: what a row has to do with a token, see moejax.sampling"""
-    bias_tokens: Any
-    """int32[rows, biases]"""
-    bias_values: Any
-    """float32[rows, biases]"""
     host: Any = None
     """uint32[D, host pages, words], or None where no page id is negative"""
 

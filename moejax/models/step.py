@@ -1,25 +1,20 @@
-"""The program of one step: edits, forward pass, sampling."""
+"""The program of one step: edits and layers. What follows is in `choice`."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
-from moejax.adjust import ONE_OUTPUT, Adjustment
-from moejax.arena.control import Field, Flag, Header, Layout, unpack
+from moejax.arena.control import Header, Layout, unpack
 from moejax.arena.geometry import Geometry
 from moejax.arena.state import ArenaState, apply_edits
 from moejax.config import ModelConfig
-from moejax.models.batch import Batch, make_batch
-from moejax.models.decoder import Decoder, Params, bind
+from moejax.models.batch import make_batch
+from moejax.models.choice import RowLogits
+from moejax.models.decoder import Params, bind
 from moejax.models.paged import make_memory
 from moejax.pallas.dispatch import REFERENCE, Kernels
-from moejax.sampling import Logprobs, SamplingRows, choose, logprobs_of, no_logprobs
-
-# Places whose logits exist at once when log-probabilities of a prompt are computed.
-HEAD_TILE = 64
 
 COMPILER_OPTIONS = {
     "xla_disable_hlo_passes": ",".join(
@@ -60,121 +55,39 @@ def compiler_options(bucket: Bucket, kernels: Kernels) -> dict[str, Any]:
     return options
 
 
-class StepOutput(NamedTuple):
-    """What a step gives back to the host."""
-
-    tokens: Int32[Array, " rows"]
-    """The chosen token of each row that samples; undefined in other rows."""
-    logprobs: Logprobs | None
-    """Of these tokens; zeros unless the header wants them, None where the host left them behind."""
-    targets: Logprobs | None
-    """Per token of the step, where it has a target; None where no row may be a prompt's."""
-    finite: Bool[Array, " rows"]
-    """Whether a row's logits are all numbers: of NaN, from broken weights, token 0 is taken."""
-
-
 def step(
     params: Params,
     state: ArenaState,
+    last_tokens: Int32[Array, " table_rows"],
     array: Int32[Array, " control"],
     *,
     config: ModelConfig,
     geometry: Geometry,
     bucket: Bucket,
     kernels: Kernels = REFERENCE,
-) -> tuple[ArenaState, StepOutput]:
-    """Applies the edits of a control array, runs its tokens, and samples.
+) -> tuple[ArenaState, RowLogits, Float[Array, "tokens hidden"] | None]:
+    """Applies the edits of a control array and runs its tokens through the layers.
 
     `state` is donated by the caller; arrays have one device's share (leading axis 1).
+
+    Returns:
+        The state, the logits of each row's last token, and what all tokens are before the head,
+        for `target_logprobs`, or None where no row may be a prompt's.
     """
     control = unpack(array, bucket.layout)
     state = apply_edits(state, control)
-    batch = make_batch(control, state.last_tokens)
+    batch = make_batch(control, last_tokens)
     decoder = bind(config, geometry.dtype, params)
     memory = make_memory(
         config, geometry, state, batch, bucket.prefill_rows, bucket.max_query, kernels
     )
     hidden, pages = decoder(batch.tokens, memory)
-
-    fields = control["rows"]
     last = jnp.clip(batch.starts + batch.lengths - 1, 0, len(batch.tokens) - 1)
-    logits = decoder.logits(hidden[last])
-    adjustment = _adjustment(fields, batch, state)
-    tokens, logprobs = choose(
-        logits,
-        _sampling_rows(fields, batch),
-        adjustment,
-        fields[:, Field.FORCED],
+    given = RowLogits(
+        decoder.logits(hidden[last]),
+        control["rows"],
+        batch.lengths,
         control["header"][Header.WANT_LOGPROBS] > 0,
     )
-    targets = _target_logprobs(decoder, hidden, control["targets"]) if bucket.prefill_rows else None
-    sampled = _sampled(fields, batch)
-    at = jnp.where(sampled, batch.table_rows, len(state.last_tokens))
-    marked = jnp.where(sampled & adjustment.active, batch.table_rows, len(state.marks))
-    state = dataclasses.replace(
-        state,
-        pages=pages[None],
-        last_tokens=state.last_tokens.at[at].set(tokens, mode="drop"),
-        marks=state.marks.at[marked, tokens].add(ONE_OUTPUT, mode="drop"),
-    )
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    return state, StepOutput(tokens, logprobs, targets, finite)
-
-
-def _sampled(fields: Int32[Array, "rows fields"], batch: Batch) -> Bool[Array, " rows"]:
-    return ((fields[:, Field.FLAGS] & int(Flag.SAMPLE)) > 0) & (batch.lengths > 0)
-
-
-def _sampling_rows(fields: Int32[Array, "rows fields"], batch: Batch) -> SamplingRows:
-    return SamplingRows(
-        temperature=_floats(fields, Field.TEMPERATURE),
-        top_p=_floats(fields, Field.TOP_P),
-        min_p=_floats(fields, Field.MIN_P),
-        top_k=fields[:, Field.TOP_K],
-        seeds=fields[:, Field.SEED_LOW : Field.SEED_HIGH + 1],
-        positions=batch.cached + batch.lengths,
-    )
-
-
-def _adjustment(fields: Int32[Array, "rows fields"], batch: Batch, state: ArenaState) -> Adjustment:
-    flags = fields[:, Field.FLAGS]
-    return Adjustment(
-        active=((flags & int(Flag.CHANGES_LOGITS)) > 0) & (batch.lengths > 0),
-        bans_stops=(flags & int(Flag.BANS_STOPS)) > 0,
-        presence=_floats(fields, Field.PRESENCE),
-        frequency=_floats(fields, Field.FREQUENCY),
-        repetition=_floats(fields, Field.REPETITION),
-        table_rows=batch.table_rows,
-        marks=state.marks,
-        bias_tokens=state.bias_tokens,
-        bias_values=state.bias_values,
-    )
-
-
-def _floats(fields: Int32[Array, "rows fields"], field: Field) -> Float[Array, " rows"]:
-    return lax.bitcast_convert_type(fields[:, field], jnp.float32)
-
-
-def _target_logprobs(
-    decoder: Decoder, hidden: Float[Array, "tokens hidden"], targets: Int32[Array, " tokens"]
-) -> Logprobs:
-    """In tiles, so that the logits of all places never exist at once; zeros without a target."""
-    tokens = len(targets)
-    size = min(HEAD_TILE, tokens)
-    tiles = -(-tokens // size)
-    pad = tiles * size - tokens
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, size, -1)
-    padded = jnp.pad(targets, (0, pad), constant_values=-1).reshape(tiles, size)
-    nothing = no_logprobs(size, decoder.config.vocab_size)
-
-    def compute(tile: tuple[Array, Array]) -> Logprobs:
-        found: Logprobs = lax.cond(
-            jnp.any(tile[1] >= 0),
-            lambda hidden, targets: logprobs_of(decoder.logits(hidden), targets),
-            lambda hidden, targets: nothing,
-            *tile,
-        )
-        return found
-
-    found = lax.map(compute, (hidden, padded))
-    return Logprobs(*(x.reshape(tiles * size, *x.shape[2:])[:tokens] for x in found))
+    state = dataclasses.replace(state, pages=pages[None])
+    return state, given, hidden if bucket.prefill_rows else None

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import CapacityError, RequestError
-from moejax.models.step import Bucket, StepOutput
+from moejax.models.choice import StepOutput
+from moejax.models.step import Bucket
 from moejax.sampling import Logprobs
 from moejax_serving.admission import ServedModel, check_request
-from moejax_serving.batch import Buckets, make_control, places, wants_logprobs, wants_targets
+from moejax_serving.batch import Buckets, make_control, places, wants_targets
 from moejax_serving.compiles import num_compiles
 from moejax_serving.config import EngineConfig
 from moejax_serving.logprob_entries import make_entry
@@ -239,10 +240,7 @@ class Engine:
                 self._start_row(row.sequence, now)
         bucket = self._buckets.choose(plan)
         flight = self._runner.start(
-            make_control(plan, bucket),
-            bucket,
-            with_logprobs=wants_logprobs(plan),
-            with_targets=wants_targets(plan),
+            make_control(plan, bucket), bucket, with_targets=wants_targets(plan)
         )
         return _InFlight(plan, bucket, flight)
 

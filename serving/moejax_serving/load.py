@@ -23,7 +23,7 @@ from moejax_serving.compiles import keep_programs
 from moejax_serving.config import EngineConfig
 from moejax_serving.engine import Engine
 from moejax_serving.kv_blocks import BlockPool, root_key
-from moejax_serving.loader import empty_state, load_linears, load_params
+from moejax_serving.loader import empty_rows, empty_state, load_linears, load_params
 from moejax_serving.memory import MemoryPlan, human, most_blocks, plan_memory, workspace_bytes
 from moejax_serving.metrics import Metrics
 from moejax_serving.pages import PagePool
@@ -132,13 +132,20 @@ def build_engine(
         rows=config.max_num_seqs,
         max_model_len=max_model_len,
         max_blocks=max_blocks,
-        vocab_size=parts.vocab_size,
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_linears(checkpoint, geometry, widths, state, pages, progress=progress)
     kernels = find_kernels(geometry.dtype, config.kernel)
     logger.info(kernels.line())
-    runner = Runner(parts, geometry, params, state, workspace=plan.workspace, kernels=kernels)
+    runner = Runner(
+        parts,
+        geometry,
+        params,
+        state,
+        empty_rows(config.max_num_seqs, parts.vocab_size),
+        workspace=plan.workspace,
+        kernels=kernels,
+    )
     scheduler = Scheduler(
         blocks,
         kinds=geometry.kinds,

@@ -17,6 +17,7 @@ from moejax.arena.widths import Widths
 from moejax.checkpoint import Checkpoint
 from moejax.checkpoint.layout import LINEARS
 from moejax.errors import CheckpointError
+from moejax.models.choice import RowTables
 from moejax.models.decoder import Params, abstract_params, flatten_params, nest_params
 from moejax_serving.memory import STAGING_BYTES
 from moejax_serving.pages import Owner, PagePool
@@ -61,7 +62,6 @@ def empty_state(
     rows: int,
     max_model_len: int,
     max_blocks: Sequence[int],
-    vocab_size: int,
 ) -> ArenaState:
     """An arena of poison, and tables that point nowhere."""
     layers, experts = geometry.num_moe_layers, geometry.num_experts
@@ -81,6 +81,12 @@ def empty_state(
             jnp.zeros((1, rows, kind.blocks_for(max_model_len)), jnp.int32)
             for kind in geometry.kinds
         ),
+    )
+
+
+def empty_rows(rows: int, vocab_size: int) -> RowTables:
+    """Tables of rows that nothing is known of."""
+    return RowTables(
         last_tokens=jnp.zeros(rows, jnp.int32),
         marks=jnp.zeros((rows, vocab_size), jnp.int32),
         bias_tokens=jnp.full((rows, MAX_LOGIT_BIAS), vocab_size, jnp.int32),

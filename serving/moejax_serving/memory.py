@@ -10,8 +10,9 @@ from moejax.config import DENSE_WIDTH, AnyAttention, LayerKind, Mla, Mlp, MlpAnd
 from moejax.errors import CapacityError
 from moejax.layers.attention import value_size
 from moejax.layers.experts import MAX_TILE
+from moejax.models.choice import HEAD_TILE
 from moejax.models.paged_attention import KEY_TILE, QUERY_TILE
-from moejax.models.step import HEAD_TILE, Bucket
+from moejax.models.step import Bucket
 from moejax_serving.sampling_params import MAX_LOGIT_BIAS
 
 # Pages that are written at once while a model is loaded.

@@ -12,13 +12,23 @@ import numpy as np
 from tqdm import tqdm
 
 from moejax.adjust import row_parts, start_row
-from moejax.arena.control import Control, pack
+from moejax.arena.control import Control, RowControl, pack
 from moejax.arena.format import POISON_WORD
 from moejax.arena.geometry import Geometry
 from moejax.arena.state import ArenaState
 from moejax.config import ModelConfig
+from moejax.models.choice import (
+    RowLogits,
+    RowTables,
+    StepOutput,
+    Way,
+    choose_any_way,
+    choose_one_way,
+    target_logprobs,
+    way_of,
+)
 from moejax.models.decoder import Params
-from moejax.models.step import Bucket, StepOutput, compiler_options, step
+from moejax.models.step import Bucket, compiler_options, step
 from moejax.pallas.dispatch import Kernels
 from moejax_serving.loader import store_pages
 
@@ -50,6 +60,7 @@ class Runner:
         geometry: Geometry,
         params: Params,
         state: ArenaState,
+        rows: RowTables,
         *,
         workspace: int,
         kernels: Kernels,
@@ -59,23 +70,44 @@ class Runner:
         self._geometry = geometry
         self._params = params
         self._state = state
+        self._rows = rows
         self._workspace = workspace
         self._kernels = kernels
         self._programs: dict[Bucket, Any] = {}
 
-    def start(
-        self, control: Control, bucket: Bucket, *, with_logprobs: bool, with_targets: bool
-    ) -> Flight:
-        """Gives the device a step, behind those that it has. What is not wanted stays there."""
+    def start(self, control: Control, bucket: Bucket, *, with_targets: bool) -> Flight:
+        """Gives the device a step, behind those that it has.
+
+        `with_targets`: whether log-probabilities of targets are computed.
+        """
         # As a NumPy array: it is on the device sooner as an argument than as an array of its own.
         array = pack(control, bucket.layout)
-        self._state, output = self.program(bucket)(self._params, self._state, array)
-        return Flight(
-            output._replace(
-                logprobs=output.logprobs if with_logprobs else None,
-                targets=output.targets if with_targets else None,
+        run = self.program(bucket)
+        self._state, given, hidden = run(self._params, self._state, self._rows.last_tokens, array)
+        output = self._choose(given, way_of(control.rows, want_logprobs=control.want_logprobs))
+        if not control.want_logprobs:
+            output = output._replace(logprobs=None)
+        if with_targets:
+            first = bucket.layout.offsets["targets"]
+            targets = array[first : first + bucket.layout.tokens]
+            found = _target_logprobs(
+                self._params, hidden, targets, config=self._config, dtype=self._geometry.dtype
             )
+            output = output._replace(targets=found)
+        return Flight(output)
+
+    def _choose(self, given: RowLogits, way: Way) -> StepOutput:
+        rows = self._rows
+        output: StepOutput
+        if way is not Way.ANY:
+            last_tokens, output = _choose_one_way(rows.last_tokens, given, way=way)
+            self._rows = dataclasses.replace(rows, last_tokens=last_tokens)
+            return output
+        last_tokens, marks, output = _choose_any_way(
+            rows.last_tokens, rows.marks, rows.bias_tokens, rows.bias_values, given
         )
+        self._rows = dataclasses.replace(rows, last_tokens=last_tokens, marks=marks)
+        return output
 
     def mark_row(
         self,
@@ -87,27 +119,31 @@ class Runner:
         biases: Sequence[tuple[int, float]],
     ) -> None:
         """Tells the tables of penalties and biases of a sequence that starts in a row."""
-        state = self._state
+        rows = self._rows
         for part in row_parts(
             row,
             vocab=self._config.vocab_size,
-            num_biases=state.bias_tokens.shape[1],
+            num_biases=rows.bias_tokens.shape[1],
             prompt=prompt,
             output=output,
             stops=stops,
             biases=biases,
         ):
-            marks, tokens, values = _start_row(
-                state.marks, state.bias_tokens, state.bias_values, part
-            )
-            state = dataclasses.replace(state, marks=marks, bias_tokens=tokens, bias_values=values)
-        self._state = state
+            marks, tokens, values = _start_row(rows.marks, rows.bias_tokens, rows.bias_values, part)
+            rows = dataclasses.replace(rows, marks=marks, bias_tokens=tokens, bias_values=values)
+        self._rows = rows
 
     def program(self, bucket: Bucket) -> Any:
         """The program of a bucket, compiled at its first use."""
         if bucket not in self._programs:
             self._programs[bucket] = compile_step(
-                self._config, self._geometry, bucket, self._kernels, self._params, self._state
+                self._config,
+                self._geometry,
+                bucket,
+                self._kernels,
+                self._params,
+                self._state,
+                self._rows.last_tokens,
             )
             if (used := self.temp_bytes(bucket)) > self._workspace:
                 logger.warning(
@@ -122,16 +158,22 @@ class Runner:
         """Compiles everything that serving needs, and runs each program once with nothing to do."""
         bar = tqdm(buckets, "programs", disable=None if progress else True)
         for bucket in bar:
-            self.start(Control(()), bucket, with_logprobs=True, with_targets=True).wait()
+            for rows, want_logprobs in _ONE_OF_EACH_WAY:
+                control = Control(rows, want_logprobs=want_logprobs)
+                with_targets = want_logprobs and bucket.prefill_rows > 0
+                self.start(control, bucket, with_targets=with_targets).wait()
         self.mark_row(0, prompt=(), output=(), stops=(), biases=())
         if with_poison:
             self.poison([self._state.pages.shape[1]])
-        jax.block_until_ready(self._state)
+        jax.block_until_ready((self._state, self._rows))
 
     def temp_bytes(self, bucket: Bucket) -> int:
-        """Bytes of temporaries of a bucket's program, as the compiler says."""
+        """Bytes of temporaries and results of a bucket's program, as the compiler says."""
         memory = self.program(bucket).memory_analysis()
-        return 0 if memory is None else int(memory.temp_size_in_bytes)
+        if memory is None:
+            return 0
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return int(memory.temp_size_in_bytes + results)
 
     def poison(self, pages: list[int]) -> None:
         """Makes pages unreadable: for tests."""
@@ -146,6 +188,18 @@ class Runner:
 
 
 _start_row = jax.jit(start_row, donate_argnums=(0, 1, 2))
+_choose_one_way = jax.jit(choose_one_way, static_argnames="way", donate_argnums=0)
+_choose_any_way = jax.jit(choose_any_way, donate_argnums=(0, 1))
+_target_logprobs = jax.jit(target_logprobs, static_argnames=("config", "dtype"))
+
+# Of no tokens: empty rows, of which nothing is remembered.
+_EMPTY = RowControl(row=0, tokens=(), cached=0, sample=False)
+_ONE_OF_EACH_WAY = (
+    ((), True),
+    ((), False),
+    ((_EMPTY._replace(temperature=1.0),), False),
+    ((_EMPTY._replace(temperature=1.0, top_k=1),), False),
+)
 
 
 def compile_step(
@@ -155,12 +209,13 @@ def compile_step(
     kernels: Kernels,
     params: Params,
     state: ArenaState,
+    last_tokens: jax.Array,
 ) -> Any:
-    """A compiled step: (params, state, control array) → (state, output). The state is donated."""
+    """A compiled step, the state of which is donated: see `moejax.models.step.step`."""
     program = jax.jit(
         partial(step, config=config, geometry=geometry, bucket=bucket, kernels=kernels),
         donate_argnums=1,
         compiler_options=compiler_options(bucket, kernels),
     )
     array = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
-    return program.lower(params, state, array).compile()
+    return program.lower(params, state, last_tokens, array).compile()

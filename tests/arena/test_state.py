@@ -221,16 +221,11 @@ def make_state(num_kinds: int = 3) -> ArenaState:
         linear_widths=table(LINEARS),
         block_pages=tuple(table(kind.layers, kind.blocks) for kind in kinds),
         block_tables=tuple(table(ROWS, kind.blocks_per_row) for kind in kinds),
-        last_tokens=jnp.arange(ROWS, dtype=jnp.int32),
-        marks=jnp.zeros((ROWS, 7), jnp.int32),
-        bias_tokens=jnp.full((ROWS, 1), 7, jnp.int32),
-        bias_values=jnp.zeros((ROWS, 1), jnp.float32),
     )
 
 
 def tables_of(state: ArenaState) -> dict[str, np.ndarray]:
     names = ("gate_up_pages", "down_pages", "widths", "linear_pages", "linear_widths")
-    names = (*names, "last_tokens")
     found = {name: np.array(getattr(state, name)) for name in names}
     for name in ("block_pages", "block_tables"):
         found |= {f"{name}.{i}": np.array(t) for i, t in enumerate(getattr(state, name))}

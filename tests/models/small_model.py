@@ -23,9 +23,15 @@ from moejax.config import DENSE_WIDTH, ModelConfig
 from moejax.layers.experts import Stacked
 from moejax.models import whole
 from moejax.models.batch import make_batch
+from moejax.models.choice import (
+    RowTables,
+    StepOutput,
+    choose_any_way,
+    target_logprobs,
+)
 from moejax.models.decoder import Params, abstract_params, bind
 from moejax.models.paged import make_memory
-from moejax.models.step import Bucket, StepOutput, compiler_options, step
+from moejax.models.step import Bucket, compiler_options, step
 from moejax.pallas.dispatch import REFERENCE, Kernels, find_kernels
 
 # Pages hold 8 tokens of 96 bytes, or an atom.
@@ -156,9 +162,16 @@ def program(bucket: Bucket, name: str, dtype: str) -> Any:
     )
 
 
+_choose = jax.jit(choose_any_way, compiler_options=QUICK)
+_target_logprobs = jax.jit(
+    target_logprobs, static_argnames=("config", "dtype"), compiler_options=QUICK
+)
+
+
 def forward(
     params: Params,
     state: ArenaState,
+    last_tokens: jax.Array,
     array: jax.Array,
     *,
     config: ModelConfig,
@@ -169,7 +182,7 @@ def forward(
     """A step without its sampling, which takes half of the time to compile: all tokens' logits."""
     control = unpack(array, bucket.layout)
     state = apply_edits(state, control)
-    batch = make_batch(control, state.last_tokens)
+    batch = make_batch(control, last_tokens)
     decoder = bind(config, geometry.dtype, params)
     memory = make_memory(
         config, geometry, state, batch, bucket.prefill_rows, bucket.max_query, kernels
@@ -234,6 +247,8 @@ class Arena:
                 jnp.zeros((1, TABLE_ROWS, kind.blocks_for(LENGTH)), jnp.int32)
                 for kind in geometry.kinds
             ),
+        )
+        self.rows = RowTables(
             last_tokens=jnp.zeros(TABLE_ROWS, jnp.int32),
             marks=jnp.zeros((TABLE_ROWS, VOCAB), jnp.int32),
             bias_tokens=jnp.full((TABLE_ROWS, BIASES), VOCAB, jnp.int32),
@@ -312,18 +327,31 @@ class Arena:
 
     def run_array(self, array: np.ndarray, bucket: Bucket) -> StepOutput:
         run = program(bucket, self.name, self.model.dtype)
-        self.state, output = run(self.model.params, self.state, jnp.asarray(array))
-        found: StepOutput = jax.device_get(output)
-        return found
+        model, rows = self.model, self.rows
+        self.state, given, hidden = run(
+            model.params, self.state, rows.last_tokens, jnp.asarray(array)
+        )
+        last_tokens, marks, output = _choose(
+            rows.last_tokens, rows.marks, rows.bias_tokens, rows.bias_values, given
+        )
+        self.rows = dataclasses.replace(rows, last_tokens=last_tokens, marks=marks)
+        if hidden is not None:
+            targets = unpack(jnp.asarray(array), bucket.layout)["targets"]
+            found = _target_logprobs(
+                model.params, hidden, targets, config=model.config, dtype=model.dtype
+            )
+            output = output._replace(targets=found)
+        on_host: StepOutput = jax.device_get(output)
+        return on_host
 
     def mark(self, row: int, **lists: Any) -> None:
         """Tells the tables of penalties and biases of a row that begins."""
         given = {"prompt": [], "output": [], "stops": [], "biases": []} | lists
         for part in row_parts(row, vocab=VOCAB, num_biases=BIASES, **given):
-            tables = (self.state.marks, self.state.bias_tokens, self.state.bias_values)
+            tables = (self.rows.marks, self.rows.bias_tokens, self.rows.bias_values)
             marks, bias_tokens, bias_values = start_row(*tables, jax.tree.map(jnp.asarray, part))
-            self.state = dataclasses.replace(
-                self.state, marks=marks, bias_tokens=bias_tokens, bias_values=bias_values
+            self.rows = dataclasses.replace(
+                self.rows, marks=marks, bias_tokens=bias_tokens, bias_values=bias_values
             )
 
     def copy(self) -> "Arena":
@@ -331,7 +359,7 @@ class Arena:
         other = copy.copy(self)
         for name in ("_free_pages", "_free_blocks", "held"):
             setattr(other, name, copy.deepcopy(getattr(self, name)))
-        other.state = jax.tree.map(jnp.copy, self.state)
+        other.state, other.rows = jax.tree.map(jnp.copy, (self.state, self.rows))
         return other
 
 

@@ -135,12 +135,12 @@ def compile_step(model: str, bucket_name: str, device: str, kernels: Kernels = R
             rows=ROWS,
             max_model_len=MAX_MODEL_LEN,
             max_blocks=most_blocks(geometry, pages),
-            vocab_size=config.vocab_size,
         )
     )
     arguments = (
         nest_params({n: w for n, w in params.items() if n not in coded}),
         state,
+        jax.ShapeDtypeStruct((ROWS,), jnp.int32),
         jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32),
     )
     program = functools.partial(

@@ -85,7 +85,9 @@ def is_long(row: int) -> bool:
 def run(arena: Arena, rows: list[RowControl]) -> list[np.ndarray]:
     """The log-probabilities after each token of each row."""
     array = pack(arena.control(rows), mixed_bucket(arena.name).layout)
-    arena.state, logits = program(arena.name)(arena.model.params, arena.state, jnp.asarray(array))
+    arena.state, logits = program(arena.name)(
+        arena.model.params, arena.state, arena.rows.last_tokens, jnp.asarray(array)
+    )
     ends = np.cumsum([len(row.tokens) for row in rows])
     found = np.split(log_softmax(logits), ends)
     return found[:-1]

@@ -23,7 +23,8 @@ from models.small_model import (
 from moejax.arena import format
 from moejax.arena.control import Control, Layout, pack
 from moejax.models import paged_attention
-from moejax.models.step import Bucket, StepOutput
+from moejax.models.choice import StepOutput
+from moejax.models.step import Bucket
 
 TOLERANCE = 1e-4
 
@@ -70,7 +71,7 @@ def test_a_prompt_in_one_chunk(length: int) -> None:
         output.targets.logprob[:length], wanted[np.arange(length), tokens], atol=TOLERANCE
     )
     assert output.tokens[0] == wanted[-1].argmax()
-    assert arena.state.last_tokens[2] == output.tokens[0]
+    assert arena.rows.last_tokens[2] == output.tokens[0]
 
 
 @pytest.mark.parametrize("chunks", [[1, 7, 63], [64, 7], [30, 30, 11], [8, 8, 8, 47]], ids=str)
@@ -148,7 +149,7 @@ def test_minus_one_feeds_the_token_that_the_row_sampled_last() -> None:
         )
         np.testing.assert_array_equal(found.tokens[:2], output.tokens[:2])
         np.testing.assert_array_equal(row_distributions(found)[:2], row_distributions(output)[:2])
-    assert fed.state.last_tokens.tolist() == told.state.last_tokens.tolist()
+    assert fed.rows.last_tokens.tolist() == told.rows.last_tokens.tolist()
 
 
 def test_a_row_that_does_not_sample_keeps_its_last_token() -> None:
@@ -156,7 +157,7 @@ def test_a_row_that_does_not_sample_keeps_its_last_token() -> None:
     before = int(arena.run([row_of(2, random_tokens(4))], PREFILL).tokens[0])
     output = arena.run([row_of(2, random_tokens(3, seed=5), 4, sample=False)], PREFILL)
     assert output.tokens[0] != before
-    assert arena.state.last_tokens[2] == before
+    assert arena.rows.last_tokens[2] == before
 
 
 def test_a_forced_token_is_taken_and_fed() -> None:
@@ -282,11 +283,11 @@ def test_prompts_and_single_tokens_share_a_step() -> None:
         for i, (row, n) in enumerate(prompts.items()):
             wanted = whole_logprobs(make_model(), random_tokens(n, seed=n))[-1]
             np.testing.assert_allclose(row_distributions(output)[i], wanted, atol=TOLERANCE)
-            assert other.state.last_tokens[row] == output.tokens[i]
+            assert other.rows.last_tokens[row] == output.tokens[i]
         for i, (row, tokens) in enumerate(sequences.items(), 2):
             wanted = whole_logprobs(make_model(), [*tokens, 7])[-1]
             np.testing.assert_allclose(row_distributions(output)[i], wanted, atol=TOLERANCE)
-            assert other.state.last_tokens[row] == output.tokens[i]
+            assert other.rows.last_tokens[row] == output.tokens[i]
 
 
 def test_a_token_that_was_chosen_is_marked_where_it_counts() -> None:
@@ -294,7 +295,7 @@ def test_a_token_that_was_chosen_is_marked_where_it_counts() -> None:
     rows = [row_of(2, [1, 2], changes_logits=True), row_of(4, [3, 4])]
     token = int(arena.run(rows, PREFILL).tokens[0])
     for n in range(1, 4):
-        marks = np.array(arena.state.marks)
+        marks = np.array(arena.rows.marks)
         assert marks[2].sum() == 4 * n and marks[[0, 1, 3, 4, 5]].sum() == 0
         assert marks[2, token] >= 4
         penalty = {"frequency_penalty": 1.0, "changes_logits": True}
@@ -383,7 +384,9 @@ def test_the_size_of_a_tile_of_keys_changes_nothing(
         [empty, empty, row_of(1, tokens[76:], 76), row_of(4, tokens[31:32], 31)],
     ):
         control = pack(arena.control(rows), MIXED.layout)
-        arena.state, logits = run(model.params, arena.state, jnp.asarray(control))
+        arena.state, logits = run(
+            model.params, arena.state, arena.rows.last_tokens, jnp.asarray(control)
+        )
         at = 0
         for row in rows:
             end = at + len(row.tokens)

@@ -41,7 +41,9 @@ def run(arena: Arena, row: int, edits: list[tuple[int, int, int, int]] = ()) -> 
     """Log-probabilities after each token of a new row, in a step with these edits."""
     control: Control = arena.control([row_of(row, TOKENS)])
     array = pack(control._replace(expert_edits=list(edits)), bucket().layout)
-    arena.state, logits = program()(arena.model.params, arena.state, jnp.asarray(array))
+    arena.state, logits = program()(
+        arena.model.params, arena.state, arena.rows.last_tokens, jnp.asarray(array)
+    )
     return log_softmax(logits[: len(TOKENS)])
 
 

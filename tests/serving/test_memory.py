@@ -26,7 +26,7 @@ from moejax.config import (
 from moejax.errors import CapacityError
 from moejax.models.paged_attention import KEY_TILE
 from moejax.models.step import Bucket
-from moejax_serving.loader import empty_state
+from moejax_serving.loader import empty_rows, empty_state
 from moejax_serving.memory import (
     MemoryPlan,
     human,
@@ -124,13 +124,15 @@ def test_a_budget_that_is_set_is_kept_on_a_gpu() -> None:
 def test_the_tables_that_are_counted_are_those_that_are_made() -> None:
     found = plan(budget=64 * MIB)
     made = jax.eval_shape(
-        lambda: empty_state(
-            GEOMETRY,
-            num_pages=found.num_pages,
-            rows=2,
-            max_model_len=256,
-            max_blocks=most_blocks(GEOMETRY, found.kv_pages),
-            vocab_size=CONFIG.vocab_size,
+        lambda: (
+            empty_state(
+                GEOMETRY,
+                num_pages=found.num_pages,
+                rows=2,
+                max_model_len=256,
+                max_blocks=most_blocks(GEOMETRY, found.kv_pages),
+            ),
+            empty_rows(2, CONFIG.vocab_size),
         )
     )
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))

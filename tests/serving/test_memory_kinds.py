@@ -28,7 +28,7 @@ from moejax.config import (
 )
 from moejax.errors import CapacityError
 from moejax.models.step import Bucket
-from moejax_serving.loader import empty_state
+from moejax_serving.loader import empty_rows, empty_state
 from moejax_serving.memory import (
     MemoryPlan,
     largest_matrix_bytes,
@@ -170,13 +170,15 @@ def test_the_tables_that_are_counted_are_at_least_those_that_are_made(
     found, geometry = plan(MIXED, budget=budget, rows=rows), geometry_of(MIXED)
     blocks = most_blocks(geometry, found.kv_pages)
     made = jax.eval_shape(
-        lambda: empty_state(
-            geometry,
-            num_pages=found.num_pages,
-            rows=rows,
-            max_model_len=640,
-            max_blocks=blocks,
-            vocab_size=MIXED.vocab_size,
+        lambda: (
+            empty_state(
+                geometry,
+                num_pages=found.num_pages,
+                rows=rows,
+                max_model_len=640,
+                max_blocks=blocks,
+            ),
+            empty_rows(rows, MIXED.vocab_size),
         )
     )
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
