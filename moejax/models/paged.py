@@ -169,6 +169,8 @@ class PagedMemory:
         """Whether a kernel multiplies the step's tokens with such matrices in place."""
         if self.kernels.products == "triton" or weight.ndim != 3:
             return False
+        if self.kernels.shared_bytes < stacked.SHARED_BYTES:
+            return False
         return stacked.takes(len(self.batch.tokens), weight.shape[2], weight.dtype)
 
     def linears(

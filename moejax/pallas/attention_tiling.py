@@ -15,7 +15,7 @@ H200_SHARED_BYTES = 232448
 H200_CORES = 132
 STAGE_BYTES = 36864
 """Of keys and values of a tile: with the next one under way, three programs fit a core."""
-LEAST_SHARE = 256
+LEAST_SHARE = 64
 """Keys that are not worth a further program while others have none."""
 BUSY_SHARE = 4096
 """The same, where rows and heads alone occupy the device."""

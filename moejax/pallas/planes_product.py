@@ -4,14 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moejax.pallas import product
-from moejax.pallas.bit_words import bytes_of, codes_of, nibbles_of
+from moejax.pallas.bit_words import codes_of, nibbles_of
 from moejax.pallas.page_reads import atom_at, load_2, load_4, load_tokens, page_at
 from moejax.pallas.ptx import (
     barrier,
     look_up,
     multiply,
     pick_entries,
-    pick_of_16,
     split_entries,
     store_entries,
 )
@@ -51,7 +50,7 @@ def _load_table(
     BITS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
     PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """The table of a row in registers, as `pick_entries` and `pick_of_16` read it."""
+    """The table of a row in registers, as `pick_entries` reads it."""
     WORDS: gl.constexpr = (1 << BITS) // 2
     at = _table_at(pages, host, slots, row, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
     always = row >= 0
@@ -64,11 +63,6 @@ def _load_table(
         low0, high0 = split_entries(w0, w1)
         low1, high1 = split_entries(w2, w3)
         found = (low0, low1, high0, high1)
-        if BITS == 4:
-            w0, w1, w2, w3 = load_4(at + 4, always, THREADS)
-            low2, high2 = split_entries(w0, w1)
-            low3, high3 = split_entries(w2, w3)
-            found = (low0, low1, low2, low3, high0, high1, high2, high3)
     return found
 
 
@@ -109,7 +103,6 @@ def planes_product(
     BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
     COLUMNS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr, LEAST_LINE: gl.constexpr,
     TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, HAS_HOST: gl.constexpr,
-    PERMUTES: gl.constexpr,
 ):  # fmt: skip
     """Products of both blocks of rows with all tokens of the tile; of this warp's steps only."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
@@ -146,8 +139,6 @@ def planes_product(
     )  # fmt: skip
     # The first planes are under way meanwhile.
     tables = slots + table_slots
-    # Shared memory is what width 4 would wait for: permutes look up a quarter of its weights.
-    BOTH: gl.constexpr = (BITS == 4) & PERMUTES
     if BITS <= NIBBLE_BITS:
         upper_table0 = _load_table(
             pages, host, tables, row0 + offset,
@@ -157,7 +148,6 @@ def planes_product(
             pages, host, tables, row0 + offset + 8,
             BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
-    if (BITS <= NIBBLE_BITS) | BOTH:
         upper_table1 = _load_table(
             pages, host, tables, row1 + offset,
             BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
@@ -166,7 +156,7 @@ def planes_product(
             pages, host, tables, row1 + offset + 8,
             BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
-    if BITS > NIBBLE_BITS:
+    else:
         # Warps that share rows fill the same tables with the same values.
         _fill_table(
             pages, host, tables, row0 + offset, i, table0,
@@ -209,13 +199,6 @@ def planes_product(
                 lower0 = nibbles_of(lower0, 0, BITS)
                 upper1 = nibbles_of(upper1, 0, BITS)
                 lower1 = nibbles_of(lower1, 0, BITS)
-            elif BOTH:
-                upper0 = codes_of(upper0, BITS)
-                lower0 = codes_of(lower0, BITS)
-                upper_nibbles1 = nibbles_of(upper1, 0, BITS)
-                lower_nibbles1 = nibbles_of(lower1, 0, BITS)
-                upper1 = bytes_of(upper_nibbles1)
-                lower1 = bytes_of(lower_nibbles1)
             else:
                 upper0 = codes_of(upper0, BITS)
                 lower0 = codes_of(lower0, BITS)
@@ -237,15 +220,9 @@ def planes_product(
                         first = look_up(
                             upper0[q], upper0[4 + q], lower0[q], lower0[4 + q], table0, half, LINE
                         )
-                        if BOTH & (half == 0):
-                            u0, u1 = pick_of_16(upper_nibbles1[q], upper_table1)
-                            l0, l1 = pick_of_16(lower_nibbles1[q], lower_table1)
-                            second = (u0, l0, u1, l1)
-                        else:
-                            second = look_up(
-                                upper1[q], upper1[4 + q], lower1[q], lower1[4 + q], table1, half,
-                                LINE,
-                            )  # fmt: skip
+                        second = look_up(
+                            upper1[q], upper1[4 + q], lower1[q], lower1[4 + q], table1, half, LINE
+                        )
                         acc = multiply(acc, first, second, tokens, half, TILES)
         step += K_WARPS
         planes0 = next0

@@ -23,8 +23,6 @@ STEP_COLUMNS = 256
 """Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
 NIBBLE_BITS = 3
 """Up to this width tables are in registers, and byte permutes look up."""
-PERMUTES = True
-"""Whether byte permutes look up a part of the weights of width 4."""
 FULL_LINE_BITS = 6
 """Up to this width each thread has its own copy of the tables in shared memory."""
 
@@ -164,7 +162,6 @@ def product(
         ROW_WARPS=tiling.row_warps,
         K_WARPS=tiling.k_warps,
         HAS_HOST=host is not None,
-        PERMUTES=PERMUTES,
         SHARED=tiling.shared_bytes(runs),
     )
     return found

@@ -95,7 +95,6 @@ def product_kernel(
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
     HAS_HOST: gl.constexpr,
-    PERMUTES: gl.constexpr,
     SHARED: gl.constexpr,  # bytes
 ):
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
@@ -138,7 +137,7 @@ def product_kernel(
                         zeros, pages, host, slots, TABLE_SLOTS[bits - SEED_BITS], words,
                         used_tokens, memory, tid, row0, row1,
                         bits, PLANE_PAGES, PAGE_WORDS, COLUMNS, ROWS_PER_TABLE, LEAST_LINE,
-                        TILES, ROW_WARPS, K_WARPS, HAS_HOST, PERMUTES,
+                        TILES, ROW_WARPS, K_WARPS, HAS_HOST,
                     )  # fmt: skip
         if HAS_DENSE:
             if width == 16:

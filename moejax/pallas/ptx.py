@@ -282,36 +282,6 @@ def pick_entries(codes, table):
 
 
 @gluon.jit
-def pick_of_16(codes, table):
-    """The weights of the four codes in the low half of a word, each in a nibble: two words of two.
-
-    `table`: low bytes of entries 0 to 3, 4 to 7, 8 to 11 and 12 to 15, then their high bytes.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 place, upper, a, b, low, high;
-        and.b32 place, $2, 0x7777;
-        shr.u32 upper, $2, 3;
-        and.b32 upper, upper, 0x1111;
-        prmt.b32 upper, 0x0000ff00, 0, upper;
-        prmt.b32 a, $3, $4, place;
-        prmt.b32 b, $5, $6, place;
-        lop3.b32 low, a, b, upper, 0xd8;
-        prmt.b32 a, $7, $8, place;
-        prmt.b32 b, $9, $10, place;
-        lop3.b32 high, a, b, upper, 0xd8;
-        prmt.b32 $0, low, high, 0x5140;
-        prmt.b32 $1, low, high, 0x7362;
-        }""",
-        "=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [codes, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]],
-        dtype=(gl.uint32, gl.uint32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def pick_pair(first, second, HALF: gl.constexpr):
     """The low halves (HALF 0) or the high halves of two words, as one word."""
     text: gl.constexpr = (

@@ -21,11 +21,13 @@ from moejax.pallas.bridge import triton_call, with_reference
 MAX_MATRICES = 3
 MAX_TOKENS = 64
 STEP_COLUMNS = 128
+SHARED_BYTES = 128 << 10
+"""Shared memory of a program, at most."""
 # Of a load of 16 bytes.
 _COLUMNS = 8
 # Programs up to which a multiprocessor has one at a time, on GPUs with as many as an H200.
 _FEW_PROGRAMS = 132
-# Up to so many a program needs no second row warp to read them less often.
+# Up to so many more warps share the rows of a program, or read them together.
 _FEW_TOKENS = 16
 
 
@@ -37,6 +39,10 @@ class Tiling:
     """Warps of a program with rows of their own: 16 of each."""
     k_warps: int
     """Warps that share rows and take turns at the columns."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
 
 
 def takes(tokens: int, columns: int, dtype: Any) -> bool:
@@ -85,11 +91,11 @@ def _reference(
     return found
 
 
-def choose_tiling(tokens: int) -> Tiling:
-    """The best on an H200 for queries, keys and values of Qwen1.5-MoE, before copies were async."""
-    if tokens <= _FEW_TOKENS:
-        return Tiling(row_warps=1, k_warps=8)
-    return Tiling(row_warps=2, k_warps=4)
+def choose_tiling(tokens: int, rows: int) -> Tiling:
+    """What was best on an H200 for the matrices of Qwen1.5-MoE. `rows`: of all matrices."""
+    if ceil_div(rows, 16) > _FEW_PROGRAMS:
+        return Tiling(row_warps=2 if tokens <= _FEW_TOKENS else 1, k_warps=4)
+    return Tiling(row_warps=1, k_warps=16 if tokens <= _FEW_TOKENS else 8)
 
 
 def choose_stages(columns: int, tiling: Tiling, programs: int) -> int:
@@ -97,7 +103,8 @@ def choose_stages(columns: int, tiling: Tiling, programs: int) -> int:
     turns = ceil_div(ceil_div(columns, STEP_COLUMNS), tiling.k_warps)
     if turns == 1:
         return 1
-    return 4 if turns >= 4 and programs <= _FEW_PROGRAMS else 2
+    wanted = 4 if turns >= 4 and programs <= _FEW_PROGRAMS else 2
+    return min(wanted, SHARED_BYTES // (128 * tiling.threads))
 
 
 def _multiply(
@@ -113,13 +120,12 @@ def _multiply(
 
     tokens, columns = x.shape
     rows = [w.shape[1] for w in matrices]
-    tiling = tiling or choose_tiling(tokens)
+    tiling = tiling or choose_tiling(tokens, sum(rows))
     missing = MAX_MATRICES - len(rows)
     block = 16 * tiling.row_warps
     tiles = 1
     while 8 * tiles < tokens:
         tiles *= 2
-    threads = 32 * tiling.row_warps * tiling.k_warps
     programs = sum(ceil_div(m, block) for m in rows)
     stages = choose_stages(columns, tiling, programs)
     shapes = [(tokens, m) for m in rows] + [(1, 1)] * missing
@@ -142,6 +148,6 @@ def _multiply(
         ROW_WARPS=tiling.row_warps,
         K_WARPS=tiling.k_warps,
         STAGES=stages,
-        SHARED=threads * max(16 * tiles, STEP_COLUMNS * stages),
+        SHARED=tiling.threads * max(16 * tiles, STEP_COLUMNS * stages),
     )
     return list(found[: len(rows)])

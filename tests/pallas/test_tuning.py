@@ -48,8 +48,9 @@ def test_a_tile_holds_what_an_expert_has_on_average(
 
 def test_few_programs_share_rows_among_warps() -> None:
     down = runs(1, 2048, 1408)
-    assert default_tiling(1, down, 8, 60, 4) == Tiling(tokens=8, row_warps=4, k_warps=4)
-    assert default_tiling(1, down, 8, 60, 60) == Tiling(tokens=8, row_warps=4, k_warps=1)
+    assert default_tiling(1, down, 8, 60, 4) == Tiling(tokens=8, row_warps=2, k_warps=2)
+    assert default_tiling(1, down, 16, 60, 4) == Tiling(tokens=16, row_warps=2, k_warps=2)
+    assert default_tiling(1, down, 16, 60, 60) == Tiling(tokens=16, row_warps=4, k_warps=1)
 
 
 def test_a_measured_tiling_is_taken(monkeypatch, tmp_path) -> None:
