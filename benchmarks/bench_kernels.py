@@ -61,7 +61,10 @@ class Tokens(NamedTuple):
     """So many tokens for each expert, cut into tiles."""
 
     x: jax.Array
+    """bfloat16[places, columns]"""
     tiles: jax.Array
+    rows: jax.Array
+    """int32[tiles, size]: the places of a tile, where it has so many tokens"""
 
 
 class Run(NamedTuple):
@@ -116,11 +119,12 @@ def make_tokens(columns: int, run: Run) -> Tokens:
     count = np.minimum(size, tokens - number % each * size).astype(np.int32)
     expert = number // each
     start = expert * tokens + number % each * size
-    x = jax.random.normal(jax.random.key(1), (len(number), size, columns), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (run.experts * tokens, columns), jnp.bfloat16)
     tiles = np.zeros((len(number), 8), np.int32)
     tiles[:, 0], tiles[:, 1], tiles[:, 2], tiles[:, 3:5] = expert, start, count, run.bits
     tiles[:, 5] = expert
-    return Tokens(x, jnp.asarray(tiles))
+    rows = np.minimum(start[:, None] + np.arange(size, dtype=np.int32), len(x) - 1)
+    return Tokens(x, jnp.asarray(tiles), jnp.asarray(rows))
 
 
 def make_program(layer: Layer, run: Run) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -129,8 +133,7 @@ def make_program(layer: Layer, run: Run) -> tuple[Callable[..., Any], tuple[Any,
     tokens = make_tokens(layer.runs[which].shape.columns, run)
     widths = jnp.full((layer.num_experts, 2), run.bits, jnp.int32)
     if isinstance(run.tiling, int):
-        columns = tokens.x.shape[-1]
-        x = jax.jit(permuted_columns)(tokens.x.reshape(-1, columns))
+        x = jax.jit(permuted_columns)(tokens.x[tokens.rows.reshape(-1)])
     else:
         x = jax.jit(to_fragments)(tokens.x)
 
@@ -167,22 +170,18 @@ def error_of(layer: Layer, run: Run, found: jax.Array) -> float:
     weights = np.asarray(read(layer.pages, layer.tables[which][0]).astype(jnp.float32))
     tokens = make_tokens(runs.shape.columns, run)
     count = min(run.size, run.tokens)
-    x = np.asarray(tokens.x[0, :count].astype(jnp.float32), np.float64)
+    x = np.asarray(tokens.x[:count].astype(jnp.float32), np.float64)
     y = [x @ part.astype(np.float64).T for part in weights]
     if which == 1:
         wanted, got = y[0], np.asarray(found[:count].astype(jnp.float32), np.float64)
     else:
         wide = [jnp.asarray(part, jnp.float32) for part in y]
-        gated = np.zeros((1, run.size, runs.shape.rows), np.float32)
-        gated[0, :count] = np.asarray(activate(wide[0], wide[1], layer.activation))
-        if isinstance(run.tiling, int):
-            wanted = np.asarray(permuted_columns(jnp.asarray(gated[0])))[:count]
-            got = np.asarray(found[:count].astype(jnp.float32))
-        else:
-            places = (-1, 2, 4, run.size, 4, 2, 4)
-            wanted = np.asarray(to_fragments(jnp.asarray(gated)))[0].reshape(places)
-            got = np.asarray(found[0].astype(jnp.float32)).reshape(places)
-            wanted, got = wanted[:, :, :, :count], got[:, :, :, :count]
+        in_order = permuted_columns if isinstance(run.tiling, int) else to_fragments
+        gated = activate(wide[0], wide[1], layer.activation)
+        # What fills up the last columns is not written.
+        written = np.asarray(in_order(jnp.ones_like(gated))) > 0
+        wanted = np.asarray(in_order(gated))[written]
+        got = np.asarray(found[:count].astype(jnp.float32))[written]
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 

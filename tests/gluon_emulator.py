@@ -279,7 +279,13 @@ def _run(
 
 
 def call(
-    *args: Any, kernel: Any, out_type: Any, grid: Any, num_warps: int, **constants: Any
+    *args: Any,
+    kernel: Any,
+    out_type: Any,
+    grid: Any,
+    num_warps: int,
+    backend_options: Any = None,
+    **constants: Any,
 ) -> Any:
     """In place of `bridge.triton_call`; `kernel` is its name, results hold garbage before."""
     outs = out_type if isinstance(out_type, list) else [out_type]

@@ -129,27 +129,18 @@ class Linear(nnx.Module):
         return product_with_bias(x, weight, self.bias[...])
 
 
-def run_linears(
-    x: Float[Array, "tokens k"], linears: list[Linear], after: Int32[Array, "..."] | None = None
-) -> list[Array]:
-    """What each of these gives for x, by one launch where a kernel multiplies with all.
-
-    `after`: what that launch waits for, though it does not need it.
-    """
+def run_linears(x: Float[Array, "tokens k"], linears: list[Linear]) -> list[Array]:
+    """What each of these gives for x, by one launch where a kernel multiplies with all."""
     weights: list[object] = [linear.weight[...] for linear in linears]
     matrices = [w for w in weights if isinstance(w, LayerMatrix)]
     if len(matrices) < len(linears):
         return [linear(x) for linear in linears]
     biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
-    layer = matrices[0].layer
-    if after is not None:
-        # No value of it is so small, which XLA cannot know.
-        layer = jnp.where(after.reshape(-1)[0] == -(2**31), 0, layer)
     return stacked.multiply(
         x,
         [w.stack for w in matrices],
         [b.stack if isinstance(b, LayerVector) else None for b in biases],
-        layer,
+        matrices[0].layer,
     )
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from moejax.config import Activation, ClampedSwiglu, SharedExpert
 from moejax.layers.linear import Linear, Stack, run_linears
@@ -45,11 +45,8 @@ class SharedExpertLayer(MlpLayer):
         super().__init__(hidden_size, part.width, part.activation, stack=stack, dtype=dtype)
         self.router = Linear(hidden_size, 1, stack=stack, dtype=dtype) if part.gated else None
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], after: Int32[Array, "..."] | None = None
-    ) -> Float[Array, "tokens hidden"]:
-        """`after`: as of `run_linears`."""
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         router = [] if self.router is None else [self.router]
-        gate, up, *routed = run_linears(x, [self.gate, self.up, *router], after)
+        gate, up, *routed = run_linears(x, [self.gate, self.up, *router])
         y = self.down(activate(gate, up, self.activation))
         return y * jax.nn.sigmoid(routed[0]) if routed else y

@@ -14,10 +14,6 @@ from moejax.layers.linear import Norm, NormKind, Stack, make_norm
 from moejax.layers.mlp import MlpLayer, SharedExpertLayer
 from moejax.layers.router import RouterLayer
 
-SHARED_WAITS_UP_TO = 16
-"""Tokens up to which the shared expert, where it runs beside others, waits for the routing: its
-weights would keep those of the router waiting, and with them the routed experts."""
-
 
 class ExpertBiasLayer(nnx.Module):
     """The biases of all experts: small, so they are not where the experts' matrices lie."""
@@ -72,10 +68,7 @@ class MoeLayer(nnx.Module):
             y = run_every_token(*chosen, experts, **options)
         else:
             y = run_experts(*chosen, experts, **options)
-        if self.shared is None:
-            return y
-        waits = len(x) <= SHARED_WAITS_UP_TO
-        return y + self.shared(x, routing.topk_ids if waits else None)
+        return y if self.shared is None else y + self.shared(x)
 
 
 class MlpAndMoeLayer(nnx.Module):

@@ -38,14 +38,14 @@ def _dense_fragment(words, STEP: gl.constexpr):
 
 @gluon.jit
 def dense_product(
-    acc, pages, host, slots, x, used_tokens, tid, row0, row1,
+    acc, pages, host, slots, tokens, used_tokens, tid, row0, row1,
     PAGE_WORDS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, HAS_HOST: gl.constexpr,
 ):  # fmt: skip
     """As `planes_product`, of rows of bfloat16."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
     ATOMS: gl.constexpr = (COLUMNS + 7) // 8
-    STEPS: gl.constexpr = (COLUMNS + 255) // 256
+    STEPS: gl.constexpr = (COLUMNS + 127) // 128
     warp = tid // 32
     k_warp = warp // ROW_WARPS
     row_warp = warp % ROW_WARPS
@@ -54,8 +54,8 @@ def dense_product(
     offset = row_warp * 16 + lane // 4
     within0 = (row0 % 64 + offset) * 4
     within1 = (row1 % 64 + offset) * 4
-    # Half steps of 128 columns: 32 of each thread.
-    atom = k_warp * 32 + i * 8
+    step = k_warp
+    atom = step * 16 + i * 4
     first0 = _load_dense(
         pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
         PAGE_WORDS, HAS_HOST, THREADS,
@@ -64,12 +64,8 @@ def dense_product(
         pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
         PAGE_WORDS, HAS_HOST, THREADS,
     )  # fmt: skip
-    step = k_warp
-    v = 0
-    for _ in range(2 * ((STEPS + K_WARPS - 1) // K_WARPS)):
-        step_after = step + v * K_WARPS
-        v_after = 1 - v
-        atom = step_after * 32 + i * 8 + v_after * 4
+    for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
+        atom += K_WARPS * 16
         next0 = _load_dense(
             pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
             PAGE_WORDS, HAS_HOST, THREADS,
@@ -78,19 +74,17 @@ def dense_product(
             pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
             PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
-        in_columns = step * 4 + i < (COLUMNS + 63) // 64
+        in_columns = step * 4 + i < (COLUMNS + 31) // 32
         reads = ()
         for n in gl.static_range(TILES):
             reads = reads + (used_tokens[n] & in_columns,)
-        place = step * (1024 * TILES) + v * (512 * TILES) + lane * 4
         for q in gl.static_range(4):
-            tokens = load_tokens(x, place + q * (128 * TILES), reads, TILES, THREADS)
+            x = load_tokens(tokens, step * 64 + q * 16 + i * 4, reads, TILES, THREADS)
             for half in gl.static_range(2):
                 upper = _dense_fragment(first0, 2 * q + half)
                 lower = _dense_fragment(first1, 2 * q + half)
-                acc = multiply(acc, upper, lower, tokens, half, TILES)
+                acc = multiply(acc, upper, lower, x, half, TILES)
         first0 = next0
         first1 = next1
-        step = step_after
-        v = v_after
+        step += K_WARPS
     return acc

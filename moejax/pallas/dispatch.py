@@ -162,15 +162,14 @@ def run_experts(
     products = kernels.of(tokens * k / experts.num_experts, MANY_TOKENS, refusal)
     if products == "reference":
         raise ValueError("the reference is not a kernel")
-    if products == "triton":
-        return run_experts_portable(*arrays, **options)
     sizes = (tokens, k, experts.num_experts)
+    if products == "gluon":
+        tilings = choose_tilings(*sizes, (experts.gate_up, experts.down), kernels.device_kind)
+        return run_experts_paged(*arrays, tilings=tilings, **options)
     if products == "mosaic":
         size = choose_prefill_tile(*sizes, experts.down, kernels.device_kind)
         return run_experts_prefill(*arrays, tile_tokens=size, **options)
-    runs = (experts.gate_up, experts.down)
-    tilings = choose_tilings(*sizes, runs, kernels.device_kind)
-    return run_experts_paged(*arrays, tilings=tilings, **options)
+    return run_experts_portable(*arrays, **options)
 
 
 def run_linear(
@@ -202,12 +201,11 @@ def run_linear(
     zero = jnp.zeros_like(first)
     count = jnp.minimum(size, tokens - first)
     tiles = jnp.stack([zero + row, first, count, zero + width, zero + width, *[zero] * 3], axis=1)
-    padded = jnp.pad(x, ((0, len(first) * size - tokens), (0, 0)))
     both = jnp.stack([widths, widths], axis=1)
     one = Paged(pages, host, tables, tables, both, runs, runs)
     options: Any = {"bias": None if bias is None else bias[None], "places": tokens}
     if products == "mosaic":
+        padded = jnp.pad(x, ((0, len(first) * size - tokens), (0, 0)))
         return product_prefill(permuted_columns(padded), tiles, one, 1, size, **options)
     tiling = choose_tiling(1, runs, size, 1, tokens, kernels.device_kind)
-    fragments = to_fragments(padded.reshape(len(first), size, -1))
-    return product(fragments, tiles, one, 1, tiling, **options)
+    return product(to_fragments(x), tiles, one, 1, tiling, **options)

@@ -23,18 +23,6 @@ def atom_at(pages, host, slots, atom, used, PAGE_WORDS: gl.constexpr, HAS_HOST: 
 
 
 @gluon.jit
-def load_2(at, used, THREADS: gl.constexpr):
-    """Two neighbouring words of each thread; zeros where not used."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [THREADS // 32, 1], [1, 0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [THREADS // 32], [0])
-    word = gl.arange(0, 2, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    at = gl.convert_layout(at, gl.SliceLayout(1, LAYOUT))[:, None] + word
-    used = gl.convert_layout(used, gl.SliceLayout(1, LAYOUT))[:, None] & (word >= 0)
-    w0, w1 = gl.split(gl.load(at, mask=used, other=0))
-    return gl.convert_layout(w0, ONE), gl.convert_layout(w1, ONE)
-
-
-@gluon.jit
 def load_4(at, used, THREADS: gl.constexpr):
     """Four neighbouring words of each thread; zeros where not used."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [THREADS // 32, 1], [1, 0])
@@ -55,9 +43,12 @@ def load_4(at, used, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def load_tokens(x, place, used, TILES: gl.constexpr, THREADS: gl.constexpr):
-    """Fragments of two steps of 16 columns, for each 8 tokens: a tuple of 4 * TILES words."""
+def load_tokens(tokens, place, used, TILES: gl.constexpr, THREADS: gl.constexpr):
+    """Fragments of two steps of 16 columns, for each 8 tokens: a tuple of 4 * TILES words.
+
+    `tokens`: where those of this thread begin, one of each 8.
+    """
     found = ()
     for n in gl.static_range(TILES):
-        found = found + load_4(x + place + n * 128, used[n], THREADS)
+        found = found + load_4(tokens[n] + place, used[n], THREADS)
     return found

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from moejax.pallas import product
 from moejax.pallas.bit_words import codes_of, nibbles_of
-from moejax.pallas.page_reads import atom_at, load_2, load_4, load_tokens, page_at
+from moejax.pallas.page_reads import atom_at, load_4, load_tokens, page_at
 from moejax.pallas.ptx import (
     barrier,
     look_up,
@@ -19,18 +19,40 @@ NIBBLE_BITS = gl.constexpr(product.NIBBLE_BITS)
 
 
 @gluon.jit
-def _load_planes(
-    pages, host, slots, atom, within, used,
-    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
-    HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
-):  # fmt: skip
-    """Of each plane two words of row g and two of row g + 8: a tuple of 4 * BITS."""
+def _find_pages(slots, atom, BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, ATOMS: gl.constexpr):
+    """The page of an atom in each plane, of so many atoms a page."""
     found = ()
     for plane in gl.static_range(BITS):
-        of_plane = slots + plane * PLANE_PAGES
-        at = atom_at(pages, host, of_plane, atom, used, PAGE_WORDS, HAS_HOST) + within
-        found = found + load_2(at, used, THREADS) + load_2(at + 32, used, THREADS)
+        found = found + (gl.load(slots + plane * PLANE_PAGES + atom // ATOMS),)
     return found
+
+
+@gluon.jit
+def _load_planes(
+    pages, host, slots, near, far, first, step, within, used,
+    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
+    SPAN: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
+    """Of each plane a word of row g, and then one of row g + 8 each: two tuples of BITS.
+
+    `near`, `far`: the pages of the first atom and of the last, where a band spans so many.
+    """
+    ATOMS: gl.constexpr = PAGE_WORDS // 256
+    atom = first + step
+    upper = ()
+    lower = ()
+    for plane in gl.static_range(BITS):
+        if SPAN == 0:
+            of_plane = slots + plane * PLANE_PAGES
+            at = atom_at(pages, host, of_plane, atom, used, PAGE_WORDS, HAS_HOST)
+        else:
+            page = near[plane]
+            if SPAN == 2:
+                page = gl.where(atom // ATOMS == first // ATOMS, page, far[plane])
+            at = page_at(pages, host, page, PAGE_WORDS, HAS_HOST) + atom % ATOMS * 256
+        upper = upper + (gl.load(at + within, mask=used, other=0),)
+        lower = lower + (gl.load(at + within + 32, mask=used, other=0),)
+    return upper, lower
 
 
 @gluon.jit
@@ -55,8 +77,7 @@ def _load_table(
     at = _table_at(pages, host, slots, row, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
     always = row >= 0
     if BITS == 2:
-        w0, w1 = load_2(at, always, THREADS)
-        low0, high0 = split_entries(w0, w1)
+        low0, high0 = split_entries(gl.load(at), gl.load(at + 1))
         found = (low0, low0, high0, high0)
     else:
         w0, w1, w2, w3 = load_4(at, always, THREADS)
@@ -99,15 +120,15 @@ def _fill_table(
 
 @gluon.jit
 def planes_product(
-    acc, pages, host, slots, table_slots, x, used_tokens, memory, tid, row0, row1,
+    acc, pages, host, slots, table_slots, tokens, used_tokens, memory, tid, row0, row1,
     BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
     COLUMNS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr, LEAST_LINE: gl.constexpr,
     TILES: gl.constexpr, ROW_WARPS: gl.constexpr, K_WARPS: gl.constexpr, HAS_HOST: gl.constexpr,
 ):  # fmt: skip
     """Products of both blocks of rows with all tokens of the tile; of this warp's steps only."""
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
-    ATOMS: gl.constexpr = (COLUMNS + 127) // 128
-    STEPS: gl.constexpr = (COLUMNS + 255) // 256
+    # Of an atom each.
+    STEPS: gl.constexpr = (COLUMNS + 127) // 128
     # A copy of a table for each thread has no conflicts of banks, as long as there is room.
     LINE: gl.constexpr = 128 if BITS <= LEAST_LINE else 32
     warp = tid // 32
@@ -123,19 +144,34 @@ def planes_product(
         entry = g * 4
     table0 = memory + (row_warp * (LINE << BITS) + entry).to(gl.uint32)
     table1 = table0 + ROW_WARPS * (LINE << BITS)
-    within0 = (row0 % 64 + offset) * 4 + i % 2 * 2
-    within1 = (row1 % 64 + offset) * 4 + i % 2 * 2
-    band0 = row0 // 64 * ATOMS
-    band1 = row1 // 64 * ATOMS
-    atom = k_warp * 2 + i // 2
-    used = atom < ATOMS
-    planes0 = _load_planes(
-        pages, host, slots, band0 + atom, within0, used,
-        BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+    within0 = (row0 % 64 + offset) * 4 + i
+    within1 = (row1 % 64 + offset) * 4 + i
+    band0 = row0 // 64 * STEPS
+    band1 = row1 // 64 * STEPS
+    # Where a band lies in a page or two, their ids are read once.
+    ATOMS: gl.constexpr = PAGE_WORDS // 256
+    SPAN: gl.constexpr = 1 if ATOMS % STEPS == 0 else (2 if STEPS <= ATOMS else 0)
+    near0 = _find_pages(slots, band0, BITS, PLANE_PAGES, ATOMS)
+    far0 = _find_pages(slots, band0 + STEPS - 1, BITS, PLANE_PAGES, ATOMS)
+    near1 = _find_pages(slots, band1, BITS, PLANE_PAGES, ATOMS)
+    far1 = _find_pages(slots, band1 + STEPS - 1, BITS, PLANE_PAGES, ATOMS)
+    step = k_warp
+    upper0, lower0 = _load_planes(
+        pages, host, slots, near0, far0, band0, step, within0, step < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
     )  # fmt: skip
-    planes1 = _load_planes(
-        pages, host, slots, band1 + atom, within1, used,
-        BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+    upper1, lower1 = _load_planes(
+        pages, host, slots, near1, far1, band1, step, within1, step < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+    )  # fmt: skip
+    after = step + K_WARPS
+    next_upper0, next_lower0 = _load_planes(
+        pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+    )  # fmt: skip
+    next_upper1, next_lower1 = _load_planes(
+        pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
     )  # fmt: skip
     # The first planes are under way meanwhile.
     tables = slots + table_slots
@@ -167,64 +203,57 @@ def planes_product(
             BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
         barrier()
-    step = k_warp
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        atom += 2 * K_WARPS
-        used = atom < ATOMS
-        next0 = _load_planes(
-            pages, host, slots, band0 + atom, within0, used,
-            BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+        after = step + 2 * K_WARPS
+        last_upper0, last_lower0 = _load_planes(
+            pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
+            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
         )  # fmt: skip
-        next1 = _load_planes(
-            pages, host, slots, band1 + atom, within1, used,
-            BITS, PLANE_PAGES, PAGE_WORDS, HAS_HOST, THREADS,
+        last_upper1, last_lower1 = _load_planes(
+            pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
+            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
         )  # fmt: skip
-        in_columns = step * 4 + i < (COLUMNS + 63) // 64
+        in_columns = step * 4 + i < (COLUMNS + 31) // 32
         reads = ()
         for n in gl.static_range(TILES):
             reads = reads + (used_tokens[n] & in_columns,)
-        place = step * (1024 * TILES) + lane * 4
-        for v in gl.static_range(2):
-            upper0 = ()
-            lower0 = ()
-            upper1 = ()
-            lower1 = ()
-            for plane in gl.static_range(BITS):
-                upper0 = upper0 + (planes0[4 * plane + v],)
-                lower0 = lower0 + (planes0[4 * plane + 2 + v],)
-                upper1 = upper1 + (planes1[4 * plane + v],)
-                lower1 = lower1 + (planes1[4 * plane + 2 + v],)
+        if BITS <= NIBBLE_BITS:
+            upper0 = nibbles_of(upper0, 0, BITS)
+            lower0 = nibbles_of(lower0, 0, BITS)
+            upper1 = nibbles_of(upper1, 0, BITS)
+            lower1 = nibbles_of(lower1, 0, BITS)
+        else:
+            upper0 = codes_of(upper0, BITS)
+            lower0 = codes_of(lower0, BITS)
+            upper1 = codes_of(upper1, BITS)
+            lower1 = codes_of(lower1, BITS)
+        for q in gl.static_range(4):
+            x = load_tokens(tokens, step * 64 + q * 16 + i * 4, reads, TILES, THREADS)
             if BITS <= NIBBLE_BITS:
-                upper0 = nibbles_of(upper0, 0, BITS)
-                lower0 = nibbles_of(lower0, 0, BITS)
-                upper1 = nibbles_of(upper1, 0, BITS)
-                lower1 = nibbles_of(lower1, 0, BITS)
+                u0 = pick_entries(upper0[q], upper_table0)
+                l0 = pick_entries(lower0[q], lower_table0)
+                u1 = pick_entries(upper1[q], upper_table1)
+                l1 = pick_entries(lower1[q], lower_table1)
+                for half in gl.static_range(2):
+                    first = (u0[2 * half], l0[2 * half], u0[2 * half + 1], l0[2 * half + 1])
+                    second = (u1[2 * half], l1[2 * half], u1[2 * half + 1], l1[2 * half + 1])
+                    acc = multiply(acc, first, second, x, half, TILES)
             else:
-                upper0 = codes_of(upper0, BITS)
-                lower0 = codes_of(lower0, BITS)
-                upper1 = codes_of(upper1, BITS)
-                lower1 = codes_of(lower1, BITS)
-            for q in gl.static_range(4):
-                tokens = load_tokens(x, place + (v * 4 + q) * (128 * TILES), reads, TILES, THREADS)
-                if BITS <= NIBBLE_BITS:
-                    u0 = pick_entries(upper0[q], upper_table0)
-                    l0 = pick_entries(lower0[q], lower_table0)
-                    u1 = pick_entries(upper1[q], upper_table1)
-                    l1 = pick_entries(lower1[q], lower_table1)
-                    for half in gl.static_range(2):
-                        first = (u0[2 * half], l0[2 * half], u0[2 * half + 1], l0[2 * half + 1])
-                        second = (u1[2 * half], l1[2 * half], u1[2 * half + 1], l1[2 * half + 1])
-                        acc = multiply(acc, first, second, tokens, half, TILES)
-                else:
-                    for half in gl.static_range(2):
-                        first = look_up(
-                            upper0[q], upper0[4 + q], lower0[q], lower0[4 + q], table0, half, LINE
-                        )
-                        second = look_up(
-                            upper1[q], upper1[4 + q], lower1[q], lower1[4 + q], table1, half, LINE
-                        )
-                        acc = multiply(acc, first, second, tokens, half, TILES)
+                for half in gl.static_range(2):
+                    first = look_up(
+                        upper0[q], upper0[4 + q], lower0[q], lower0[4 + q], table0, half, LINE
+                    )
+                    second = look_up(
+                        upper1[q], upper1[4 + q], lower1[q], lower1[4 + q], table1, half, LINE
+                    )
+                    acc = multiply(acc, first, second, x, half, TILES)
         step += K_WARPS
-        planes0 = next0
-        planes1 = next1
+        upper0 = next_upper0
+        lower0 = next_lower0
+        upper1 = next_upper1
+        lower1 = next_lower1
+        next_upper0 = last_upper0
+        next_lower0 = last_lower0
+        next_upper1 = last_upper1
+        next_lower1 = last_lower1
     return acc

@@ -1,8 +1,8 @@
 """Calls the kernels of `product_kernel`: what `run_experts` computes, for experts in pages.
 
-Tokens are grouped into tiles of one expert each, gathered into the order in which threads read
-them, and go through two launches: gate_up with the activation, and down. What they cost follows the
-experts that have tokens; nothing of widths or routing is known to the host.
+Tokens are grouped into tiles of one expert each, and go through two launches: gate_up with the
+activation, and down. What they cost follows the experts that have tokens; nothing of widths or
+routing is known to the host.
 """
 
 import dataclasses
@@ -17,12 +17,14 @@ from moejax.arena.geometry import Runs
 from moejax.config import Activation, ClampedSwiglu
 from moejax.pallas.bridge import triton_call
 from moejax.pallas.grouping import group
-from moejax.pallas.places import join_biases, sum_of_experts, tokens_of_tiles
+from moejax.pallas.places import join_biases, sum_of_experts, tokens_at
 
-STEP_COLUMNS = 256
-"""Columns of a step of the kernel, of which each of four neighbouring threads has 64."""
+STEP_COLUMNS = 128
+"""Columns of a step of the kernel, of which each of four neighbouring threads has 32."""
 NIBBLE_BITS = 3
 """Up to this width tables are in registers, and byte permutes look up."""
+REGISTERS = {8: 128, 16: 168, 32: 168}
+"""Of a thread, by tokens of a tile: as few as let another program of four warps run beside."""
 FULL_LINE_BITS = 6
 """Up to this width each thread has its own copy of the tables in shared memory."""
 
@@ -54,23 +56,22 @@ class Tiling:
         return found
 
 
-def fragment_size(columns: int, tokens: int) -> int:
-    """Values of a tile of tokens as fragments."""
-    return ceil_div(columns, STEP_COLUMNS) * STEP_COLUMNS * tokens
+def fragment_size(columns: int) -> int:
+    """Values of a token as fragments."""
+    return ceil_div(columns, STEP_COLUMNS) * STEP_COLUMNS
 
 
-def to_fragments(x: Float[Array, "tiles tokens columns"]) -> Float[Array, "tiles values"]:
-    """Tokens in the order in which the threads of a warp read them.
+def to_fragments(x: Float[Array, "tokens columns"]) -> Float[Array, "tokens values"]:
+    """Columns in the order in which the threads of a warp read them.
 
-    Thread 4 g + i multiplies token g (and g + 8, ...) with columns 64 i to 64 i + 64 of a step,
+    Thread 4 g + i multiplies token g (and g + 8, ...) with columns 32 i to 32 i + 32 of a step,
     four of 16 at a time, which lie 4 apart, as `bit_words` leaves their codes.
     """
-    tiles, tokens, columns = x.shape
-    steps = ceil_div(columns, STEP_COLUMNS)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, steps * STEP_COLUMNS - columns)))
-    #             tile   token   step   i  v half e  q
-    x = x.reshape(tiles, tokens, steps, 4, 2, 2, 4, 4)
-    return x.transpose(0, 2, 4, 7, 1, 3, 5, 6).reshape(tiles, -1)
+    tokens, columns = x.shape
+    x = jnp.pad(x, ((0, 0), (0, fragment_size(columns) - columns)))
+    #             token   step i half e  q
+    x = x.reshape(tokens, -1, 4, 2, 4, 4)
+    return x.transpose(0, 1, 5, 2, 3, 4).reshape(tokens, -1)
 
 
 def run_experts_paged(
@@ -91,16 +92,21 @@ def run_experts_paged(
     grouping = group(
         topk_ids, valid, experts.widths, experts.layer, size=size, experts=experts.num_experts
     )
-    tiles = grouping.tiles
-    rows = tokens_of_tiles(x, grouping, size, topk_weights if weights_input else None)
+    tiles, row_of_place = grouping.tiles, grouping.token_of_place
+    fragments = to_fragments(x)
+    if weights_input:
+        place = jnp.arange(tokens * k, dtype=jnp.int32)
+        fragments = tokens_at(place, fragments, row_of_place, grouping.place_of_slot, topk_weights)
     of_gate_up, of_down = join_biases(bias)
-    gated = product(to_fragments(rows), tiles, experts, 0, tilings[0], activation, of_gate_up)
+    rows = None if weights_input else row_of_place
+    options = (activation, of_gate_up, tokens * k, rows)
+    gated = product(fragments, tiles, experts, 0, tilings[0], *options)
     y = product(gated, tiles, experts, 1, tilings[1], activation, of_down, tokens * k)
     return sum_of_experts(y, grouping.place_of_slot, topk_weights, weights_input=weights_input)
 
 
 def product(
-    x: Float[Array, "tiles values"],
+    x: Float[Array, "rows values"],
     tiles: Int32[Array, "tiles 8"],
     experts: Paged,
     which: int,
@@ -108,10 +114,17 @@ def product(
     activation: Activation = "silu",
     bias: Float[Array, "*shape"] | None = None,
     places: int = 0,
-) -> Float[Array, "..."]:
-    """One launch: fragments for down (which 0), or [places, hidden] of down (which 1).
+    row_of_place: Int32[Array, " places"] | None = None,
+) -> Float[Array, "places _"]:
+    """One launch: fragments for down (which 0), or the outputs of down (which 1).
 
-    `tiles`: as in `Grouping`.
+    Places of no tile are not written.
+
+    Args:
+        x: tokens, as `to_fragments` gives them.
+        tiles: as in `Grouping`.
+        places: how many there are.
+        row_of_place: the row of x that belongs into each place; None: row n into place n.
     """
     from moejax.pallas.product_kernel import product_kernel
 
@@ -120,12 +133,11 @@ def product(
     runs = (experts.gate_up, experts.down)[which]
     table = (experts.gate_up_pages, experts.down_pages)[which]
     shape, bits = runs.shape, runs.quantization
-    size = fragment_size(shape.rows, tiling.tokens)
     stored = pad_to(shape.rows, ATOM_ROWS)
     if which == 1 and stored % (2 * tiling.block_rows()):
         tiling = dataclasses.replace(tiling, row_warps=2)
     blocks = stored // tiling.block_rows() // (1 if which == 0 else 2)
-    out = (len(x), size) if which == 0 else (places, shape.rows)
+    values = fragment_size(shape.rows) if which == 0 else shape.rows
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
     host = experts.host
     found = triton_call(
@@ -134,11 +146,15 @@ def product(
         table,
         tiles,
         x,
+        tiles if row_of_place is None else row_of_place,
         x if bias is None else bias,
         kernel=product_kernel,
-        out_type=jax.ShapeDtypeStruct(out, x.dtype),
-        grid=(blocks, len(x)),
+        out_type=jax.ShapeDtypeStruct((places, values), x.dtype),
+        grid=(blocks, len(tiles)),
         num_warps=tiling.row_warps * tiling.k_warps,
+        backend_options={"maxnreg": REGISTERS[tiling.tokens]}
+        if tiling.tokens in REGISTERS
+        else None,
         WHICH=which,
         ROWS=shape.rows,
         COLUMNS=shape.columns,
@@ -153,7 +169,8 @@ def product(
         ROWS_PER_TABLE=shape.rows_per_table,
         HAS_DENSE=bits is None or bits.has_dense,
         LEAST_LINE=FULL_LINE_BITS,
-        OUT_WORDS=size,
+        HAS_ROWS=row_of_place is not None,
+        OUT_VALUES=values,
         ACTIVATION="clamped_swiglu" if clamped else activation,
         ALPHA=clamped.alpha if clamped else 0.0,
         LIMIT=clamped.limit if clamped else 0.0,

@@ -4,11 +4,12 @@ A program multiplies two blocks of rows of one linear (of gate and of up the sam
 of tokens that chose its expert. Width and pages are data: bit-planes are turned into codes in
 registers (`bit_words`), codes into bfloat16 weights by tables in registers or in shared memory, and
 these are the first factor of the matrix units without leaving the registers. A thread holds two
-rows g and g + 8 of 16, and 64 columns of 256 at a time: what the layout of planes gives it in 8
-bytes.
+rows g and g + 8 of 16, and 32 columns of 128 at a time: what the layout of planes gives it in one
+word.
 
-The second factor is stored so that a thread finds in 16 bytes what it multiplies in two steps:
-`fragment_index` says where. Tokens beyond the tile's are not read.
+Columns of tokens are stored so that a thread finds in 16 bytes what it multiplies in two steps, see
+`to_fragments`. Tokens beyond the tile's are not read. Loops are not unrolled further than that: a
+program with few steps waits for its instructions to come from memory.
 """
 
 from triton.experimental import gluon
@@ -49,19 +50,18 @@ def _activate(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl
 
 @gluon.jit
 def _store_gated(
-    out, bias, expert, gate, up, row, token, is_token,
-    WIDTH: gl.constexpr, TILES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    out, bias, expert, gate, up, row, is_token,
+    WIDTH: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Stores what goes into down, where the fragments of its tokens are (see fragment_index)."""
+    """Stores what goes into down, where `to_fragments` puts this row of a token."""
     inside = row < WIDTH
     if HAS_BIAS:
         of_gate = bias + expert.to(gl.int64) * (2 * WIDTH) + row
         gate += gl.load(of_gate, mask=inside, other=0).to(gl.float32)
         up += gl.load(of_gate + WIDTH, mask=inside, other=0).to(gl.float32)
     y = gl.where(inside, _activate(gate, up, ACTIVATION, ALPHA, LIMIT), 0.0)
-    chunk = row // 256 * 8 + row // 32 % 2 * 4 + row % 4
-    at = (chunk * (8 * TILES) + token) * 32 + row // 64 % 4 * 8 + row // 16 % 2 * 4 + row // 4 % 4
+    at = row // 128 * 128 + row % 4 * 32 + row // 32 % 4 * 8 + row // 16 % 2 * 4 + row // 4 % 4
     gl.store(out + at, y.to(gl.bfloat16), mask=is_token)
 
 
@@ -71,9 +71,10 @@ def product_kernel(
     host,  # uint32[host pages, words]
     table,  # int32[rows, slots]
     tiles,  # int32[tiles, 8]: row, first place, tokens, widths of gate_up and down, expert
-    x,  # bfloat16[tiles, steps * 2048 * TILES]: fragments of tokens
+    x,  # bfloat16[rows, steps * 128]: fragments of tokens
+    row_of_place,  # int32[places]: which row of x a place has
     bias,  # bfloat16[experts, 2, width] or [experts, rows]
-    out,  # bfloat16: fragments [tiles, ...] of gate_up, [places, rows] of down
+    out,  # bfloat16[places, ...]: fragments of gate_up, rows of down
     WHICH: gl.constexpr,  # 0: gate_up, 1: down
     ROWS: gl.constexpr,  # of a part
     COLUMNS: gl.constexpr,
@@ -86,7 +87,8 @@ def product_kernel(
     ROWS_PER_TABLE: gl.constexpr,
     HAS_DENSE: gl.constexpr,
     LEAST_LINE: gl.constexpr,
-    OUT_WORDS: gl.constexpr,  # of a tile's fragments that gate_up writes, in bfloat16
+    HAS_ROWS: gl.constexpr,  # otherwise place n has row n
+    OUT_VALUES: gl.constexpr,  # of a token's fragments that gate_up writes
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -117,11 +119,16 @@ def product_kernel(
             row0 = gl.program_id(0) * (2 * BLOCK)
             row1 = row0 + BLOCK
         g = tid % 32 // 4
-        used_tokens = ()
-        for n in gl.static_range(TILES):
-            used_tokens = used_tokens + (g + n * 8 < count,)
         words = x.to(gl.pointer_type(gl.uint32), bitcast=True)
-        words += tile.to(gl.int64) * ((COLUMNS + 255) // 256 * (1024 * TILES))
+        used_tokens = ()
+        tokens = ()
+        for n in gl.static_range(TILES):
+            used = g + n * 8 < count
+            place = start + g + n * 8
+            if HAS_ROWS:
+                place = gl.load(row_of_place + place, mask=used, other=0)
+            used_tokens = used_tokens + (used,)
+            tokens = tokens + (words + place.to(gl.int64) * ((COLUMNS + 127) // 128 * 64),)
         # A width that is not stored: there is no instance, and its weights read as NaN.
         nothing = gl.full([THREADS], float("nan"), gl.float32, ONE)
         zero = gl.zeros([THREADS], gl.float32, ONE)
@@ -134,7 +141,7 @@ def product_kernel(
             for bits in gl.static_range(SEED_BITS, PARENT_BITS + 1):
                 if width == bits:
                     acc = planes_product(
-                        zeros, pages, host, slots, TABLE_SLOTS[bits - SEED_BITS], words,
+                        zeros, pages, host, slots, TABLE_SLOTS[bits - SEED_BITS], tokens,
                         used_tokens, memory, tid, row0, row1,
                         bits, PLANE_PAGES, PAGE_WORDS, COLUMNS, ROWS_PER_TABLE, LEAST_LINE,
                         TILES, ROW_WARPS, K_WARPS, HAS_HOST,
@@ -142,7 +149,7 @@ def product_kernel(
         if HAS_DENSE:
             if width == 16:
                 acc = dense_product(
-                    zeros, pages, host, slots, words, used_tokens, tid, row0, row1,
+                    zeros, pages, host, slots, tokens, used_tokens, tid, row0, row1,
                     PAGE_WORDS, COLUMNS, TILES, ROW_WARPS, K_WARPS, HAS_HOST,
                 )  # fmt: skip
         if K_WARPS > 1:
@@ -158,9 +165,9 @@ def product_kernel(
                 r0 = row0 + row + j // 2 * 8
                 if WHICH == 0:
                     _store_gated(
-                        out + tile.to(gl.int64) * OUT_WORDS, bias, expert,
-                        acc[8 * n + j], acc[8 * n + 4 + j], r0, t, is_token,
-                        ROWS, TILES, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
+                        out + (start + t).to(gl.int64) * OUT_VALUES, bias, expert,
+                        acc[8 * n + j], acc[8 * n + 4 + j], r0, is_token,
+                        ROWS, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
                     )  # fmt: skip
                 else:
                     for part in gl.static_range(2):

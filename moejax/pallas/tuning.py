@@ -13,13 +13,12 @@ from moejax.pallas.product import Tiling
 TUNED = pathlib.Path(__file__).parent / "tuned"
 """Files of measured tilings, by kind of device."""
 _LARGEST_TILE = 32
-# Enough programs for each multiprocessor of the largest GPUs to have two.
-_ENOUGH_PROGRAMS = 264
 # Of a tile, for which the tokens are read often enough from the caches.
 _FEW_TOKENS = 8
-# Of the kernel for many tokens: rows of a program, of which a multiprocessor has one at a time;
-# multiprocessors of the only GPUs that it runs on.
-_PREFILL_ROWS, _MULTIPROCESSORS = 128, 132
+_MULTIPROCESSORS = 132
+"""Of an H200."""
+# Of the kernel for many tokens: rows of a program, of which a multiprocessor has one at a time.
+_PREFILL_ROWS = 128
 # Tokens that a program could multiply in the time that it takes for any number: not measured.
 _DECODED_TOKENS = 100
 # What keys of its tiles begin with.
@@ -110,9 +109,11 @@ def tuning_key(which: int, runs: Runs, size: int, most_experts: int) -> str:
 
 def default_tiling(which: int, runs: Runs, size: int, num_experts: int, slots: int) -> Tiling:
     """A tiling for a shape that was not measured: what was best for Qwen1.5-MoE on an H200."""
-    blocks = ceil_div(pad_to(runs.shape.rows, ATOM_ROWS), 64 if which == 0 else 128)
+    blocks = ceil_div(pad_to(runs.shape.rows, ATOM_ROWS), 32 if which == 0 else 64)
     programs = blocks * min(num_experts, slots)
-    if size > _FEW_TOKENS and programs >= _ENOUGH_PROGRAMS:
+    if programs <= _MULTIPROCESSORS:
+        return Tiling(tokens=size, row_warps=2, k_warps=4)
+    if size > _FEW_TOKENS and programs > 4 * _MULTIPROCESSORS:
         return Tiling(tokens=size, row_warps=4, k_warps=1)
     return Tiling(tokens=size, row_warps=2, k_warps=2)
 

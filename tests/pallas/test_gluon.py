@@ -30,6 +30,9 @@ CASES = {
     ),
     "odd sizes": Case(hidden=328, width=72, tokens=3),
     "pages on the host": Case(hidden=64, width=64, experts=4, tokens=4, host_share=3),
+    # Of four atoms: what 64 rows have of a plane is 3 of them, or 5.
+    "rows in two pages": Case(hidden=384, width=64, tokens=3, page_bytes=4096),
+    "rows in more pages": Case(hidden=640, width=64, tokens=3, page_bytes=4096),
     "clamped, with biases": Case(
         activation=ClampedSwiglu(alpha=1.702, limit=7.0),
         has_bias=True,

@@ -48,8 +48,8 @@ def test_a_tile_holds_what_an_expert_has_on_average(
 
 def test_few_programs_share_rows_among_warps() -> None:
     down = runs(1, 2048, 1408)
-    assert default_tiling(1, down, 8, 60, 4) == Tiling(tokens=8, row_warps=2, k_warps=2)
-    assert default_tiling(1, down, 16, 60, 4) == Tiling(tokens=16, row_warps=2, k_warps=2)
+    assert default_tiling(1, down, 8, 60, 4) == Tiling(tokens=8, row_warps=2, k_warps=4)
+    assert default_tiling(1, down, 8, 60, 60) == Tiling(tokens=8, row_warps=2, k_warps=2)
     assert default_tiling(1, down, 16, 60, 60) == Tiling(tokens=16, row_warps=4, k_warps=1)
 
 
@@ -57,11 +57,11 @@ def test_a_measured_tiling_is_taken(monkeypatch, tmp_path) -> None:
     linears = runs(2, 1408, 2048), runs(1, 2048, 1408)
     key = tuning_key(1, linears[1], 8, 4)
     assert key == "down 2048x1408 tokens 8 experts 4"
-    (tmp_path / "Some_GPU.json").write_text(json.dumps({key: [8, 2, 4]}))
+    (tmp_path / "Some_GPU.json").write_text(json.dumps({key: [8, 1, 8]}))
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     tuned_tilings.cache_clear()
     found = choose_tilings(1, 4, 60, linears, "Some GPU")
-    assert found[1] == Tiling(tokens=8, row_warps=2, k_warps=4)
+    assert found[1] == Tiling(tokens=8, row_warps=1, k_warps=8)
     assert found[0] == default_tiling(0, linears[0], 8, 60, 4)
     assert choose_tilings(1, 4, 60, linears, "Other GPU")[1] != found[1]
     tuned_tilings.cache_clear()
