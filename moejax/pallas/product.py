@@ -6,6 +6,7 @@ routing is known to the host.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,17 @@ class Tiling:
         return found
 
 
+class OneToken(NamedTuple):
+    """The experts of a single token: each is a tile, and nothing is to be grouped."""
+
+    experts: Int32[Array, " k"]
+    valid: Bool[Array, " 1"]
+
+
+Tiles = OneToken | Int32[Array, "tiles 8"]
+"""Of several tokens: as in `Grouping`."""
+
+
 def fragment_size(columns: int) -> int:
     """Values of a token as fragments."""
     return ceil_div(columns, STEP_COLUMNS) * STEP_COLUMNS
@@ -88,26 +100,30 @@ def run_experts_paged(
 ) -> Float[Array, "tokens hidden"]:
     """What `run_experts` gives, by kernels, in bfloat16. `tilings`: of gate_up and of down."""
     tokens, k = topk_ids.shape
-    size = tilings[0].tokens
-    grouping = group(
-        topk_ids, valid, experts.widths, experts.layer, size=size, experts=experts.num_experts
-    )
-    tiles, row_of_place = grouping.tiles, grouping.token_of_place
+    place = jnp.arange(tokens * k, dtype=jnp.int32)
+    tiles: Tiles
+    if tokens == 1:
+        tiles = OneToken(topk_ids[0], valid)
+        row_of_place, place_of_slot = jnp.zeros_like(place), jnp.where(valid, place, k)
+    else:
+        size, number = tilings[0].tokens, experts.num_experts
+        grouping = group(topk_ids, valid, experts.widths, experts.layer, size=size, experts=number)
+        tiles, place_of_slot = grouping.tiles, grouping.place_of_slot
+        row_of_place = grouping.token_of_place
     fragments = to_fragments(x)
     if weights_input:
-        place = jnp.arange(tokens * k, dtype=jnp.int32)
-        fragments = tokens_at(place, fragments, row_of_place, grouping.place_of_slot, topk_weights)
+        fragments = tokens_at(place, fragments, row_of_place, place_of_slot, topk_weights)
     of_gate_up, of_down = join_biases(bias)
     rows = None if weights_input else row_of_place
     options = (activation, of_gate_up, tokens * k, rows)
     gated = product(fragments, tiles, experts, 0, tilings[0], *options)
     y = product(gated, tiles, experts, 1, tilings[1], activation, of_down, tokens * k)
-    return sum_of_experts(y, grouping.place_of_slot, topk_weights, weights_input=weights_input)
+    return sum_of_experts(y, place_of_slot, topk_weights, weights_input=weights_input)
 
 
 def product(
     x: Float[Array, "rows values"],
-    tiles: Int32[Array, "tiles 8"],
+    tiles: Tiles,
     experts: Paged,
     which: int,
     tiling: Tiling,
@@ -122,7 +138,7 @@ def product(
 
     Args:
         x: tokens, as `to_fragments` gives them.
-        tiles: as in `Grouping`.
+        tiles: what is multiplied with which expert.
         places: how many there are.
         row_of_place: the row of x that belongs into each place; None: row n into place n.
     """
@@ -140,17 +156,23 @@ def product(
     values = fragment_size(shape.rows) if which == 0 else shape.rows
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
     host = experts.host
+    # A kernel reads what it is given for a single token only where there is one.
+    numbers, valid = tiles if isinstance(tiles, OneToken) else (tiles, tiles)
+    layer = jnp.zeros((), jnp.int32) if experts.layer is None else experts.layer
     found = triton_call(
         experts.pages,
         experts.pages if host is None else host,
         table,
-        tiles,
+        numbers,
+        valid,
+        experts.widths,
+        layer,
         x,
-        tiles if row_of_place is None else row_of_place,
+        experts.widths if row_of_place is None else row_of_place,
         x if bias is None else bias,
         kernel=product_kernel,
         out_type=jax.ShapeDtypeStruct((places, values), x.dtype),
-        grid=(blocks, len(tiles)),
+        grid=(blocks, len(numbers)),
         num_warps=tiling.row_warps * tiling.k_warps,
         backend_options={"maxnreg": REGISTERS[tiling.tokens]}
         if tiling.tokens in REGISTERS
@@ -169,6 +191,8 @@ def product(
         ROWS_PER_TABLE=shape.rows_per_table,
         HAS_DENSE=bits is None or bits.has_dense,
         LEAST_LINE=FULL_LINE_BITS,
+        ONE_TOKEN=isinstance(tiles, OneToken),
+        EXPERTS=experts.num_experts,
         HAS_ROWS=row_of_place is not None,
         OUT_VALUES=values,
         ACTIVATION="clamped_swiglu" if clamped else activation,

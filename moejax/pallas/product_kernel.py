@@ -71,6 +71,9 @@ def product_kernel(
     host,  # uint32[host pages, words]
     table,  # int32[rows, slots]
     tiles,  # int32[tiles, 8]: row, first place, tokens, widths of gate_up and down, expert
+    valid,  # bool[1]: where ONE_TOKEN
+    widths,  # int32[rows, 2]: where ONE_TOKEN
+    layer,  # int32: where ONE_TOKEN
     x,  # bfloat16[rows, steps * 128]: fragments of tokens
     row_of_place,  # int32[places]: which row of x a place has
     bias,  # bfloat16[experts, 2, width] or [experts, rows]
@@ -87,6 +90,8 @@ def product_kernel(
     ROWS_PER_TABLE: gl.constexpr,
     HAS_DENSE: gl.constexpr,
     LEAST_LINE: gl.constexpr,
+    ONE_TOKEN: gl.constexpr,  # tiles has its experts, each a tile of its own
+    EXPERTS: gl.constexpr,
     HAS_ROWS: gl.constexpr,  # otherwise place n has row n
     OUT_VALUES: gl.constexpr,  # of a token's fragments that gate_up writes
     ACTIVATION: gl.constexpr,
@@ -102,16 +107,26 @@ def product_kernel(
     THREADS: gl.constexpr = 32 * ROW_WARPS * K_WARPS
     BLOCK: gl.constexpr = 16 * ROW_WARPS
     tile = gl.program_id(1)
-    header = tiles + tile * 8
-    count = gl.load(header + 2)
-    expert = gl.load(header + 5)
-    width = gl.load(header + 3 + WHICH)
-    start = gl.load(header + 1)
+    if ONE_TOKEN:
+        expert = gl.load(tiles + tile)
+        row = expert + gl.load(layer) * EXPERTS
+        start = tile
+        count = gl.where((expert >= 0) & (expert < EXPERTS), gl.load(valid).to(gl.int32), 0)
+    else:
+        header = tiles + tile * 8
+        row = gl.load(header)
+        start = gl.load(header + 1)
+        count = gl.load(header + 2)
+        expert = gl.load(header + 5)
     if count > 0:
+        if ONE_TOKEN:
+            width = gl.load(widths + row * 2 + WHICH)
+        else:
+            width = gl.load(tiles + tile * 8 + 3 + WHICH)
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [ROW_WARPS * K_WARPS], [0])
         tid = gl.arange(0, THREADS, layout=ONE)
         memory = shared_address(SHARED, THREADS)
-        slots = table + gl.load(header).to(gl.int64) * SLOTS
+        slots = table + row.to(gl.int64) * SLOTS
         if WHICH == 0:
             row0 = gl.program_id(0) * BLOCK
             row1 = row0 + (ROWS + 63) // 64 * 64
@@ -155,14 +170,14 @@ def product_kernel(
         if K_WARPS > 1:
             acc = add_warps(acc, memory, tid, 8 * TILES, ROW_WARPS, K_WARPS)
         stores = tid < 32 * ROW_WARPS
-        row = tid // 32 % ROW_WARPS * 16 + g
+        first = tid // 32 % ROW_WARPS * 16 + g
         token = tid % 4 * 2
         for n in gl.static_range(TILES):
             for j in gl.static_range(4):
                 # Entries 0 and 1 are neighbouring tokens of row g, 2 and 3 those of row g + 8.
                 t = token + n * 8 + j % 2
                 is_token = stores & (t < count)
-                r0 = row0 + row + j // 2 * 8
+                r0 = row0 + first + j // 2 * 8
                 if WHICH == 0:
                     _store_gated(
                         out + (start + t).to(gl.int64) * OUT_VALUES, bias, expert,

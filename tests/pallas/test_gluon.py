@@ -1,5 +1,7 @@
 """Products by Gluon kernels as an emulator computes them, against float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +31,10 @@ CASES = {
         widths=((4, 3), (16, 8), (6, 16), (2, 5), (7, 4), (3, 6), (5, 2), (8, 7)),
     ),
     "odd sizes": Case(hidden=328, width=72, tokens=3),
+    "one token": Case(tokens=1, hidden=64, width=64, experts=4, k=3),
+    "one token, weights on the inputs": Case(
+        tokens=1, hidden=64, width=64, experts=4, weights_input=True
+    ),
     "pages on the host": Case(hidden=64, width=64, experts=4, tokens=4, host_share=3),
     # Of four atoms: what 64 rows have of a plane is 3 of them, or 5.
     "rows in two pages": Case(hidden=384, width=64, tokens=3, page_bytes=4096),
@@ -71,9 +77,38 @@ def test_experts_at_any_widths(name: str, tiling: str, emulated: None) -> None:
         paged,
         tilings=(TILINGS[tiling], TILINGS[tiling]),
         activation=experts.case.activation,
+        weights_input=experts.case.weights_input,
         bias=experts.bias,
     )
     assert relative_error(np.asarray(found), expected(experts)) < TOLERANCE
+
+
+def test_nothing_comes_of_a_token_that_is_not_valid(emulated: None) -> None:
+    experts = make_experts(CASES["one token"])
+    found = run_experts_paged(
+        *map(jnp.asarray, (experts.x, experts.topk_ids, experts.topk_weights, ~experts.valid)),
+        experts.on_device(),
+        tilings=(TILINGS["8"], TILINGS["8"]),
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float32), 0)
+
+
+def test_a_layer_among_others(emulated: None) -> None:
+    """Of one token and of several; the rows of other layers name pages that do not exist."""
+    for tokens in (1, 3):
+        experts = make_experts(Case(tokens=tokens, hidden=64, width=64, experts=4))
+        paged = experts.on_device()
+        tables = {}
+        for name in ("gate_up_pages", "down_pages", "widths"):
+            table = np.full((3, *experts.paged[name].shape), 2**30, np.int32)
+            table[1] = experts.paged[name]
+            tables[name] = jnp.asarray(table.reshape(-1, table.shape[-1]))
+        found = run_experts_paged(
+            *map(jnp.asarray, (experts.x, experts.topk_ids, experts.topk_weights, experts.valid)),
+            dataclasses.replace(paged, **tables, layer=jnp.int32(1), count=4),
+            tilings=(TILINGS["8"], TILINGS["8"]),
+        )
+        assert relative_error(np.asarray(found), expected(experts)) < TOLERANCE
 
 
 def test_a_width_that_is_not_stored_gives_nan_to_its_tokens_only(emulated: None) -> None:
