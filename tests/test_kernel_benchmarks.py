@@ -7,6 +7,7 @@ from typing import Any
 
 import bench_attention
 import bench_pages
+import device_times
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,3 +228,18 @@ def test_without_a_gpu_they_end_with_one_line(
     monkeypatch.setattr("sys.argv", [module.__name__])
     with pytest.raises(SystemExit, match="^kernel 'triton' cannot be used: it needs an NVIDIA GPU"):
         module.main()
+
+
+@pytest.mark.parametrize(
+    ("spans", "wanted"),
+    [
+        ([], 0),
+        ([(5, 2)], 2),
+        ([(0, 3), (3, 1), (6, 2)], 6),  # one after the other, and a gap
+        ([(0, 9), (1, 2), (4, 3)], 9),  # within another
+        ([(0, 4), (2, 5), (6, 4), (20, 1)], 11),
+    ],
+)
+def test_time_in_which_anything_runs(spans: list[tuple[int, int]], wanted: int) -> None:
+    events = [device_times.Event(start, length, "kernel") for start, length in spans]
+    assert device_times.busy_microseconds(events) == wanted

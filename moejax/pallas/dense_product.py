@@ -55,22 +55,14 @@ def dense_product(
     within0 = (row0 % 64 + offset) * 4
     within1 = (row1 % 64 + offset) * 4
     step = k_warp
-    atom = step * 16 + i * 4
-    first0 = _load_dense(
-        pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
-        PAGE_WORDS, HAS_HOST, THREADS,
-    )  # fmt: skip
-    first1 = _load_dense(
-        pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
-        PAGE_WORDS, HAS_HOST, THREADS,
-    )  # fmt: skip
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        atom += K_WARPS * 16
-        next0 = _load_dense(
+        # Nothing is read ahead: other warps wait for memory meanwhile, and registers are few.
+        atom = step * 16 + i * 4
+        upper = _load_dense(
             pages, host, slots, row0 // 64 * ATOMS + atom, within0, ATOMS - atom,
             PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
-        next1 = _load_dense(
+        lower = _load_dense(
             pages, host, slots, row1 // 64 * ATOMS + atom, within1, ATOMS - atom,
             PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
@@ -81,10 +73,8 @@ def dense_product(
         for q in gl.static_range(4):
             x = load_tokens(tokens, step * 64 + q * 16 + i * 4, reads, TILES, THREADS)
             for half in gl.static_range(2):
-                upper = _dense_fragment(first0, 2 * q + half)
-                lower = _dense_fragment(first1, 2 * q + half)
-                acc = multiply(acc, upper, lower, x, half, TILES)
-        first0 = next0
-        first1 = next1
+                first = _dense_fragment(upper, 2 * q + half)
+                second = _dense_fragment(lower, 2 * q + half)
+                acc = multiply(acc, first, second, x, half, TILES)
         step += K_WARPS
     return acc

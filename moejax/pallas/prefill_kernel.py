@@ -4,8 +4,8 @@ A program multiplies two blocks of 64 rows of one linear (of gate and of up the 
 tile of up to 256 tokens that chose its expert. It has three warpgroups: two multiply, each a block;
 the third brings tokens and weights to shared memory, stages ahead. Width and pages are data. A
 multiplying thread turns words of bit-planes into codes in its registers, codes into bfloat16 by
-tables in shared memory, and these are the first factor of wgmma without leaving the registers,
-while the previous ones are being multiplied. `prefill.permuted_columns` says in which order it
+tables in shared memory, and these are the first factor of wgmma without leaving the registers.
+While it does so the other warpgroup multiplies. `prefill.permuted_columns` says in which order it
 meets the columns.
 """
 
@@ -153,8 +153,7 @@ def _copy(spec: Spec, tile: Tile) -> None:
             chunk = 2 * s + half
             place = chunk % spec.token_stages
 
-            # `_multiply` frees a place for the first time before it was filled, the last one.
-            @pl.when(chunk >= spec.token_stages - 1)
+            @pl.when(chunk >= spec.token_stages)
             def wait_for_tokens(place: jax.Array = place) -> None:
                 plgpu.barrier_wait(refs["tokens_empty"].at[place])
 

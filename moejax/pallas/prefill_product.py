@@ -191,10 +191,10 @@ def _multiply(spec: Spec, refs: dict[str, Any], factors: Any) -> jax.Array:
                 place = chunk % spec.token_stages
                 plgpu.barrier_wait(refs["tokens_full"].at[place])
                 plgpu.wgmma(acc, a, refs["tokens"].at[place].T)
-                # All but this one are done, so their place is free.
-                plgpu.wgmma_wait(1)
-                before = (chunk + spec.token_stages - 1) % spec.token_stages
-                plgpu.barrier_arrive(refs["tokens_empty"].at[before])
+                # It reads the registers of its factor as it runs, and ptxas gives them to the next
+                # weights before that. The other warpgroup multiplies while this one looks up.
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(refs["tokens_empty"].at[place])
 
         lax.fori_loop(0, spec.steps, step, None)
         return acc[...]

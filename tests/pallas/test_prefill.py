@@ -117,6 +117,17 @@ def test_experts_at_any_widths(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [3, 5, 16])
+def test_results_do_not_change_from_run_to_run(width: int) -> None:
+    """Registers of a factor were given to the next weights while wgmma might still read them."""
+    experts = make_experts(Case(hidden=2048, width=768, tokens=400, widths=((width, width),)))
+    runs = [run_on_gpu(experts, 256) for _ in range(20)]
+    assert relative_error(runs[0], expected(experts)) < TOLERANCE
+    for found in runs[1:]:
+        np.testing.assert_array_equal(found.view(np.uint16), runs[0].view(np.uint16))
+
+
+@pytest.mark.gpu
 def test_invalid_tokens_alone_give_zeros() -> None:
     experts = make_experts(Case(tokens=70))
     experts.valid[:] = False
