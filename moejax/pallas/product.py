@@ -103,8 +103,8 @@ def run_experts_paged(
     place = jnp.arange(tokens * k, dtype=jnp.int32)
     tiles: Tiles
     if tokens == 1:
-        tiles = OneToken(topk_ids[0], valid)
-        row_of_place, place_of_slot = jnp.zeros_like(place), jnp.where(valid, place, k)
+        tiles, row_of_place = OneToken(topk_ids[0], valid), None
+        place_of_slot = jnp.where(valid, place, k)
     else:
         size, number = tilings[0].tokens, experts.num_experts
         grouping = group(topk_ids, valid, experts.widths, experts.layer, size=size, experts=number)
@@ -112,10 +112,11 @@ def run_experts_paged(
         row_of_place = grouping.token_of_place
     fragments = to_fragments(x)
     if weights_input:
-        fragments = tokens_at(place, fragments, row_of_place, place_of_slot, topk_weights)
+        rows = jnp.zeros_like(place) if row_of_place is None else row_of_place
+        fragments = tokens_at(place, fragments, rows, place_of_slot, topk_weights)
+        row_of_place = None
     of_gate_up, of_down = join_biases(bias)
-    rows = None if weights_input else row_of_place
-    options = (activation, of_gate_up, tokens * k, rows)
+    options = (activation, of_gate_up, tokens * k, row_of_place)
     gated = product(fragments, tiles, experts, 0, tilings[0], *options)
     y = product(gated, tiles, experts, 1, tilings[1], activation, of_down, tokens * k)
     return sum_of_experts(y, place_of_slot, topk_weights, weights_input=weights_input)
@@ -140,7 +141,8 @@ def product(
         x: tokens, as `to_fragments` gives them.
         tiles: what is multiplied with which expert.
         places: how many there are.
-        row_of_place: the row of x that belongs into each place; None: row n into place n.
+        row_of_place: the row of x that belongs into each place; None: row n into place n, or the
+            only one into all.
     """
     from moejax.pallas.product_kernel import product_kernel
 
@@ -194,6 +196,7 @@ def product(
         ONE_TOKEN=isinstance(tiles, OneToken),
         EXPERTS=experts.num_experts,
         HAS_ROWS=row_of_place is not None,
+        ONE_ROW=len(x) == 1,
         OUT_VALUES=values,
         ACTIVATION="clamped_swiglu" if clamped else activation,
         ALPHA=clamped.alpha if clamped else 0.0,

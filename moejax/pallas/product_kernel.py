@@ -92,7 +92,8 @@ def product_kernel(
     LEAST_LINE: gl.constexpr,
     ONE_TOKEN: gl.constexpr,  # tiles has its experts, each a tile of its own
     EXPERTS: gl.constexpr,
-    HAS_ROWS: gl.constexpr,  # otherwise place n has row n
+    HAS_ROWS: gl.constexpr,  # otherwise place n has row n,
+    ONE_ROW: gl.constexpr,  # or x has only one
     OUT_VALUES: gl.constexpr,  # of a token's fragments that gate_up writes
     ACTIVATION: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -142,6 +143,8 @@ def product_kernel(
             place = start + g + n * 8
             if HAS_ROWS:
                 place = gl.load(row_of_place + place, mask=used, other=0)
+            elif ONE_ROW:
+                place = g * 0
             used_tokens = used_tokens + (used,)
             tokens = tokens + (words + place.to(gl.int64) * ((COLUMNS + 127) // 128 * 64),)
         # A width that is not stored: there is no instance, and its weights read as NaN.
