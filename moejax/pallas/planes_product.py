@@ -19,11 +19,18 @@ NIBBLE_BITS = gl.constexpr(product.NIBBLE_BITS)
 
 
 @gluon.jit
-def _find_pages(slots, atom, BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, ATOMS: gl.constexpr):
+def _find_pages(
+    slots, atom,
+    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, ATOMS: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
     """The page of an atom in each plane, of so many atoms a page."""
     found = ()
     for plane in gl.static_range(BITS):
-        found = found + (gl.load(slots + plane * PLANE_PAGES + atom // ATOMS),)
+        page = gl.load(slots + plane * PLANE_PAGES + atom // ATOMS)
+        if not HAS_HOST:
+            # Without a pool on the host its pages read as poison.
+            page = gl.maximum(page, 0)
+        found = found + (page,)
     return found
 
 
@@ -39,19 +46,23 @@ def _load_planes(
     """
     ATOMS: gl.constexpr = PAGE_WORDS // 256
     atom = first + step
+    inside = atom % ATOMS * 256 + within
     upper = ()
     lower = ()
     for plane in gl.static_range(BITS):
         if SPAN == 0:
             of_plane = slots + plane * PLANE_PAGES
-            at = atom_at(pages, host, of_plane, atom, used, PAGE_WORDS, HAS_HOST)
+            at = atom_at(pages, host, of_plane, atom, used, PAGE_WORDS, HAS_HOST) + within
         else:
             page = near[plane]
             if SPAN == 2:
                 page = gl.where(atom // ATOMS == first // ATOMS, page, far[plane])
-            at = page_at(pages, host, page, PAGE_WORDS, HAS_HOST) + atom % ATOMS * 256
-        upper = upper + (gl.load(at + within, mask=used, other=0),)
-        lower = lower + (gl.load(at + within + 32, mask=used, other=0),)
+            if HAS_HOST:
+                at = page_at(pages, host, page, PAGE_WORDS, HAS_HOST) + inside
+            else:
+                at = (pages + inside) + page.to(gl.int64) * PAGE_WORDS
+        upper = upper + (gl.load(at, mask=used, other=0),)
+        lower = lower + (gl.load(at + 32, mask=used, other=0),)
     return upper, lower
 
 
@@ -148,13 +159,15 @@ def planes_product(
     within1 = (row1 % 64 + offset) * 4 + i
     band0 = row0 // 64 * STEPS
     band1 = row1 // 64 * STEPS
+    # Steps whose planes are under way; of more planes there are no registers for two.
+    AHEAD: gl.constexpr = 2 if BITS <= 4 else 1
     # Where a band lies in a page or two, their ids are read once.
     ATOMS: gl.constexpr = PAGE_WORDS // 256
     SPAN: gl.constexpr = 1 if ATOMS % STEPS == 0 else (2 if STEPS <= ATOMS else 0)
-    near0 = _find_pages(slots, band0, BITS, PLANE_PAGES, ATOMS)
-    far0 = _find_pages(slots, band0 + STEPS - 1, BITS, PLANE_PAGES, ATOMS)
-    near1 = _find_pages(slots, band1, BITS, PLANE_PAGES, ATOMS)
-    far1 = _find_pages(slots, band1 + STEPS - 1, BITS, PLANE_PAGES, ATOMS)
+    near0 = _find_pages(slots, band0, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
+    far0 = _find_pages(slots, band0 + STEPS - 1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
+    near1 = _find_pages(slots, band1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
+    far1 = _find_pages(slots, band1 + STEPS - 1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
     step = k_warp
     upper0, lower0 = _load_planes(
         pages, host, slots, near0, far0, band0, step, within0, step < STEPS,
@@ -164,15 +177,16 @@ def planes_product(
         pages, host, slots, near1, far1, band1, step, within1, step < STEPS,
         BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
     )  # fmt: skip
-    after = step + K_WARPS
-    next_upper0, next_lower0 = _load_planes(
-        pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
-        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-    )  # fmt: skip
-    next_upper1, next_lower1 = _load_planes(
-        pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
-        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-    )  # fmt: skip
+    if AHEAD == 2:
+        after = step + K_WARPS
+        next_upper0, next_lower0 = _load_planes(
+            pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
+            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+        )  # fmt: skip
+        next_upper1, next_lower1 = _load_planes(
+            pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
+            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+        )  # fmt: skip
     # The first planes are under way meanwhile.
     tables = slots + table_slots
     if BITS <= NIBBLE_BITS:
@@ -204,7 +218,7 @@ def planes_product(
         )  # fmt: skip
         barrier()
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        after = step + 2 * K_WARPS
+        after = step + AHEAD * K_WARPS
         last_upper0, last_lower0 = _load_planes(
             pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
             BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
@@ -248,12 +262,18 @@ def planes_product(
                     )
                     acc = multiply(acc, first, second, x, half, TILES)
         step += K_WARPS
-        upper0 = next_upper0
-        lower0 = next_lower0
-        upper1 = next_upper1
-        lower1 = next_lower1
-        next_upper0 = last_upper0
-        next_lower0 = last_lower0
-        next_upper1 = last_upper1
-        next_lower1 = last_lower1
+        if AHEAD == 2:
+            upper0 = next_upper0
+            lower0 = next_lower0
+            upper1 = next_upper1
+            lower1 = next_lower1
+            next_upper0 = last_upper0
+            next_lower0 = last_lower0
+            next_upper1 = last_upper1
+            next_lower1 = last_lower1
+        else:
+            upper0 = last_upper0
+            lower0 = last_lower0
+            upper1 = last_upper1
+            lower1 = last_lower1
     return acc
