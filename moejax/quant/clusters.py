@@ -97,6 +97,8 @@ def _cluster_row(
     tables = [means]
     for _ in range(seed_bits, parent_bits):
         borders, means = _split(sums, borders, means)
+        # Empty clusters before the first values had the mean of more than the first have now.
+        means = _fill_empty(means, borders)
         tables.append(means)
     sorted_codes = jnp.sum(number[:, None] >= borders[None, 1:-1], axis=1, dtype=jnp.int32)
     codes = (
