@@ -120,6 +120,8 @@ def check(values: np.ndarray, importance: np.ndarray, found: Found, *, is_best: 
     # Prefix sums are exact to the last digits of the row, not of a cluster.
     reach = float(np.max(np.abs(x - np.sum(f * x) / np.sum(f)))) + 1e-15 * float(np.abs(x).max())
     noise = 1e-12 * total + 1e-28 * float(np.sum(f * x**2))
+    # A small mass far away is the difference of two large ones.
+    noise += 1e-15 * float(np.sum(f) * min(reach**2, total / f.min()))
     assert int(codes.max()) < 1 << parent_bits
     assert (np.diff(codes.astype(int)) >= 0).all(), "clusters are ranges of the sorted values"
     if is_best:
@@ -312,6 +314,7 @@ def rows_of(
     [
         ([0.0, 1.25, 1.0, 65504.0, 1e-7], [0.0], 0),  # the first cluster is empty
         ([0.0, 0.0, 65504.0, 0.0], [0.0, 0.0, 1.0, 0.0], 1),
+        ([65504.0 if i == 3 else 0.0 for i in range(10)], [1.0, 0.0], 38874),
     ],
 )
 def test_rows_that_were_found(levels: list[float], levels_of_f: list[float], seed: int) -> None:
