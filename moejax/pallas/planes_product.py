@@ -67,6 +67,24 @@ def _load_planes(
 
 
 @gluon.jit
+def _load_step(
+    pages, host, slots, near, far, bands, step, within, STEPS: gl.constexpr,
+    BITS: gl.constexpr, PLANE_PAGES: gl.constexpr, PAGE_WORDS: gl.constexpr,
+    SPAN: gl.constexpr, HAS_HOST: gl.constexpr,
+):  # fmt: skip
+    """What both blocks of rows need of a step: upper and lower of one, then of the other."""
+    upper0, lower0 = _load_planes(
+        pages, host, slots, near[0], far[0], bands[0], step, within[0], step < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+    )  # fmt: skip
+    upper1, lower1 = _load_planes(
+        pages, host, slots, near[1], far[1], bands[1], step, within[1], step < STEPS,
+        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
+    )  # fmt: skip
+    return upper0, lower0, upper1, lower1
+
+
+@gluon.jit
 def _table_at(
     pages, host, slots, row, WORDS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
     PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr,
@@ -155,36 +173,27 @@ def planes_product(
         entry = g * 4
     table0 = memory + (row_warp * (LINE << BITS) + entry).to(gl.uint32)
     table1 = table0 + ROW_WARPS * (LINE << BITS)
-    within0 = (row0 % 64 + offset) * 4 + i
-    within1 = (row1 % 64 + offset) * 4 + i
-    band0 = row0 // 64 * STEPS
-    band1 = row1 // 64 * STEPS
+    within = ((row0 % 64 + offset) * 4 + i, (row1 % 64 + offset) * 4 + i)
+    bands = (row0 // 64 * STEPS, row1 // 64 * STEPS)
     # Steps whose planes are under way; of more planes there are no registers for two.
     AHEAD: gl.constexpr = 2 if BITS <= 4 else 1
     # Where a band lies in a page or two, their ids are read once.
     ATOMS: gl.constexpr = PAGE_WORDS // 256
     SPAN: gl.constexpr = 1 if ATOMS % STEPS == 0 else (2 if STEPS <= ATOMS else 0)
-    near0 = _find_pages(slots, band0, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
-    far0 = _find_pages(slots, band0 + STEPS - 1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
-    near1 = _find_pages(slots, band1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
-    far1 = _find_pages(slots, band1 + STEPS - 1, BITS, PLANE_PAGES, ATOMS, HAS_HOST)
+    near = ()
+    far = ()
+    for n in gl.static_range(2):
+        last = bands[n] + STEPS - 1
+        near = near + (_find_pages(slots, bands[n], BITS, PLANE_PAGES, ATOMS, HAS_HOST),)
+        far = far + (_find_pages(slots, last, BITS, PLANE_PAGES, ATOMS, HAS_HOST),)
     step = k_warp
-    upper0, lower0 = _load_planes(
-        pages, host, slots, near0, far0, band0, step, within0, step < STEPS,
-        BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-    )  # fmt: skip
-    upper1, lower1 = _load_planes(
-        pages, host, slots, near1, far1, band1, step, within1, step < STEPS,
+    upper0, lower0, upper1, lower1 = _load_step(
+        pages, host, slots, near, far, bands, step, within, STEPS,
         BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
     )  # fmt: skip
     if AHEAD == 2:
-        after = step + K_WARPS
-        next_upper0, next_lower0 = _load_planes(
-            pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
-            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-        )  # fmt: skip
-        next_upper1, next_lower1 = _load_planes(
-            pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
+        next_upper0, next_lower0, next_upper1, next_lower1 = _load_step(
+            pages, host, slots, near, far, bands, step + K_WARPS, within, STEPS,
             BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
         )  # fmt: skip
     # The first planes are under way meanwhile.
@@ -218,13 +227,8 @@ def planes_product(
         )  # fmt: skip
         barrier()
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        after = step + AHEAD * K_WARPS
-        last_upper0, last_lower0 = _load_planes(
-            pages, host, slots, near0, far0, band0, after, within0, after < STEPS,
-            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-        )  # fmt: skip
-        last_upper1, last_lower1 = _load_planes(
-            pages, host, slots, near1, far1, band1, after, within1, after < STEPS,
+        last_upper0, last_lower0, last_upper1, last_lower1 = _load_step(
+            pages, host, slots, near, far, bands, step + AHEAD * K_WARPS, within, STEPS,
             BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
         )  # fmt: skip
         in_columns = step * 4 + i < (COLUMNS + 31) // 32
