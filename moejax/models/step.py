@@ -32,6 +32,8 @@ COMPILER_OPTIONS = {
     # Its products get copies of a layer's weights; those of cuBLAS read the array of all layers.
     "xla_gpu_enable_triton_gemm": False,
 }
+# What XLA records into CUDA graphs unasked, and loops.
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,10 @@ def compiler_options(bucket: Bucket, kernels: Kernels) -> dict[str, Any]:
         # Of a layer's kernels those run side by side that do not wait for each other: the shared
         # expert beside the routed ones. They share less memory, so steps of many tokens do without.
         options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        # The loop over layers becomes part of the graph, layer by layer, so that the device does
+        # not wait for a launch of the host at each of them.
+        options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS
+        options["xla_gpu_command_buffer_unroll_loops"] = True
     return options
 
 
