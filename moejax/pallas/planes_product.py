@@ -117,34 +117,42 @@ def _load_table(
 
 
 @gluon.jit
-def _fill_table(
-    pages, host, slots, row, i, address,
-    BITS: gl.constexpr, LINE: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
+def _fill_tables(
+    pages, host, slots, row0, row1, table0, table1, part,
+    BITS: gl.constexpr, LINE: gl.constexpr, PARTS: gl.constexpr, ROWS_PER_TABLE: gl.constexpr,
     PAGE_WORDS: gl.constexpr, HAS_HOST: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
-    """Brings the tables of rows `row` and `row` + 8 to shared memory.
+    """Brings tables to shared memory: of rows `row` and `row` + 8 of both blocks.
 
-    With lines of 128 bytes each thread has a copy of its own, with 32 the four of a row share it.
+    Threads that share a copy bring a part each. All words of two turns are under way at a time:
+    few programs run beside, so that nothing else hides how long the first word takes.
     """
     WORDS: gl.constexpr = (1 << BITS) // 2
-    always = row >= 0
-    upper_at = _table_at(pages, host, slots, row, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
-    lower_at = _table_at(pages, host, slots, row + 8, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST)
-    SHARE: gl.constexpr = 1 if LINE == 128 else 4
-    if SHARE == 4:
-        upper_at += i * 4
-        lower_at += i * 4
-        address += (i * (8 * LINE)).to(gl.uint32)
-    for _ in range(WORDS // (4 * SHARE)):
-        u0, u1, u2, u3 = load_4(upper_at, always, THREADS)
-        l0, l1, l2, l3 = load_4(lower_at, always, THREADS)
-        store_entries(address, u0, l0, LINE)
-        store_entries(address + 2 * LINE, u1, l1, LINE)
-        store_entries(address + 4 * LINE, u2, l2, LINE)
-        store_entries(address + 6 * LINE, u3, l3, LINE)
-        upper_at += 4 * SHARE
-        lower_at += 4 * SHARE
-        address += 8 * LINE * SHARE
+    TURNS: gl.constexpr = WORDS // (4 * PARTS)
+    ABREAST: gl.constexpr = 2 if TURNS % 2 == 0 else 1
+    always = row0 >= 0
+    sources = ()
+    for row in gl.static_range(4):
+        of_block = row0 if row < 2 else row1
+        at = _table_at(
+            pages, host, slots, of_block + row % 2 * 8, WORDS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST
+        )
+        sources = sources + (at + part * 4,)
+    moved = (part * (8 * LINE)).to(gl.uint32)
+    for turn in range(TURNS // ABREAST):
+        words = ()
+        for n in gl.static_range(ABREAST):
+            for row in gl.static_range(4):
+                at = sources[row] + (turn * ABREAST + n) * (4 * PARTS)
+                words = words + (load_4(at, always, THREADS),)
+        for n in gl.static_range(ABREAST):
+            for block in gl.static_range(2):
+                address = (table0 if block == 0 else table1) + moved
+                upper = words[4 * n + 2 * block]
+                lower = words[4 * n + 2 * block + 1]
+                for j in gl.static_range(4):
+                    store_entries(address + 2 * j * LINE, upper[j], lower[j], LINE)
+            moved += 8 * LINE * PARTS
 
 
 @gluon.jit
@@ -175,8 +183,6 @@ def planes_product(
     table1 = table0 + ROW_WARPS * (LINE << BITS)
     within = ((row0 % 64 + offset) * 4 + i, (row1 % 64 + offset) * 4 + i)
     bands = (row0 // 64 * STEPS, row1 // 64 * STEPS)
-    # Steps whose planes are under way; of more planes there are no registers for two.
-    AHEAD: gl.constexpr = 2 if BITS <= 4 else 1
     # Where a band lies in a page or two, their ids are read once.
     ATOMS: gl.constexpr = PAGE_WORDS // 256
     SPAN: gl.constexpr = 1 if ATOMS % STEPS == 0 else (2 if STEPS <= ATOMS else 0)
@@ -191,11 +197,6 @@ def planes_product(
         pages, host, slots, near, far, bands, step, within, STEPS,
         BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
     )  # fmt: skip
-    if AHEAD == 2:
-        next_upper0, next_lower0, next_upper1, next_lower1 = _load_step(
-            pages, host, slots, near, far, bands, step + K_WARPS, within, STEPS,
-            BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
-        )  # fmt: skip
     # The first planes are under way meanwhile.
     tables = slots + table_slots
     if BITS <= NIBBLE_BITS:
@@ -216,19 +217,19 @@ def planes_product(
             BITS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
     else:
-        # Warps that share rows fill the same tables with the same values.
-        _fill_table(
-            pages, host, tables, row0 + offset, i, table0,
-            BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
-        )  # fmt: skip
-        _fill_table(
-            pages, host, tables, row1 + offset, i, table1,
-            BITS, LINE, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
+        # So many threads of a row share a copy of its table, and warps that share rows do.
+        SHARE: gl.constexpr = 128 // LINE
+        QUADS: gl.constexpr = (1 << BITS) // 8
+        PARTS: gl.constexpr = SHARE * K_WARPS if SHARE * K_WARPS < QUADS else QUADS
+        _fill_tables(
+            pages, host, tables, row0 + offset, row1 + offset, table0, table1,
+            (k_warp * SHARE + i % SHARE) % PARTS,
+            BITS, LINE, PARTS, ROWS_PER_TABLE, PAGE_WORDS, HAS_HOST, THREADS,
         )  # fmt: skip
         barrier()
     for _ in range((STEPS + K_WARPS - 1) // K_WARPS):
-        last_upper0, last_lower0, last_upper1, last_lower1 = _load_step(
-            pages, host, slots, near, far, bands, step + AHEAD * K_WARPS, within, STEPS,
+        next_upper0, next_lower0, next_upper1, next_lower1 = _load_step(
+            pages, host, slots, near, far, bands, step + K_WARPS, within, STEPS,
             BITS, PLANE_PAGES, PAGE_WORDS, SPAN, HAS_HOST,
         )  # fmt: skip
         in_columns = step * 4 + i < (COLUMNS + 31) // 32
@@ -266,18 +267,8 @@ def planes_product(
                     )
                     acc = multiply(acc, first, second, x, half, TILES)
         step += K_WARPS
-        if AHEAD == 2:
-            upper0 = next_upper0
-            lower0 = next_lower0
-            upper1 = next_upper1
-            lower1 = next_lower1
-            next_upper0 = last_upper0
-            next_lower0 = last_lower0
-            next_upper1 = last_upper1
-            next_lower1 = last_lower1
-        else:
-            upper0 = last_upper0
-            lower0 = last_lower0
-            upper1 = last_upper1
-            lower1 = last_lower1
+        upper0 = next_upper0
+        lower0 = next_lower0
+        upper1 = next_upper1
+        lower1 = next_lower1
     return acc
