@@ -22,7 +22,7 @@ import numpy as np
 from decode_speed import copy_bandwidth
 from device_times import kernel_times
 from published import names, published_config, published_name
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.arena.format import ceil_div
 from moejax.arena.geometry import choose_geometry
@@ -287,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

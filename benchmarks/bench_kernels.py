@@ -23,7 +23,7 @@ import numpy as np
 from decode_speed import copy_bandwidth
 from device_times import kernel_times
 from published import names, published_config
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.arena.experts import Paged
 from moejax.arena.format import POISON_WORD, ceil_div
@@ -304,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

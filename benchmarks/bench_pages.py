@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from decode_speed import copy_bandwidth
 from device_times import kernel_times
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.errors import ConfigError
 from moejax.pallas.dispatch import find_kernels
@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -32,7 +32,7 @@ from quality_tasks import (
     losses,
     windows,
 )
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.checkpoint import Checkpoint
 from moejax.config import DENSE_WIDTH
@@ -270,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

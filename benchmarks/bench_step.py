@@ -19,7 +19,7 @@ from decode_speed import add_arguments, copy_bandwidth, make_config, make_engine
 from device_times import busy_microseconds, read_events
 from published import published_name
 from published_sizes import step_bytes
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax_serving import SamplingParams
 from moejax_serving.engine import Engine
@@ -113,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import time
 
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax_serving import LLM, SamplingParams
 
@@ -47,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -22,7 +22,7 @@ import numpy as np
 from bench_quality import tasks
 from quality_model import Scorer, read_stored
 from quality_tasks import LONGEST, accuracy
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.checkpoint import Checkpoint
 
@@ -147,4 +147,4 @@ def score(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,7 +21,7 @@ from jax import lax
 from published import names, published_name
 from published_sizes import step_bytes
 from random_model import MAX_POSITIONS, RandomCheckpoint, random_config, with_layers
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax.config import DENSE_WIDTH, ModelConfig, Quantization
 from moejax.errors import ConfigError
@@ -126,11 +126,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ModelConfig:
     """The published size that the arguments name."""
+    if min(*args.batch, args.prompt, args.output) < 1:
+        parser.error("--batch, --prompt and --output must be at least 1")
     try:
         config = random_config(
             published_name(args.shape), max(MAX_POSITIONS, args.prompt + args.output)
         )
-        return with_layers(config, args.layers) if args.layers else config
+        return config if args.layers is None else with_layers(config, args.layers)
     except ConfigError as error:
         parser.error(str(error))
 
@@ -206,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -11,11 +11,10 @@ the two likeliest of either device and less than 1e-4 apart: sums are rounded in
 import argparse
 import json
 import pathlib
-import sys
 from typing import Any
 
 import jax
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax_serving import LLM, SamplingParams
 
@@ -27,6 +26,8 @@ def prompts_of(llm: LLM, text: str) -> list[list[int]]:
     """Prompts of several lengths: shorter and longer than a block, a chunk, a bucket."""
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     lengths = [1, 7, 31, 32, 33, 64, 100, 200, 311, 400, 512, 600]
+    if len(ids) < (needed := 1000 * (len(lengths) - 1) + lengths[-1]):
+        raise SystemExit(f"the text has {len(ids)} tokens: {needed} are needed")
     return [ids[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
@@ -71,16 +72,20 @@ def main() -> int:
     parser.add_argument("--memory-budget", default="3GiB", help="such as 3GiB (default)")
     parser.add_argument("--commit", help="default: that of the checkout")
     args = parser.parse_args()
-    if bool(args.record and args.text) == bool(args.compare):
+    given = [args.text is not None, args.record is not None, args.compare is not None]
+    if given not in ([True, True, False], [False, False, True]):
         parser.error("give either --text and --record, or --compare")
 
+    text = "" if args.text is None else args.text.read_text(encoding="utf-8")
+    recorded = {} if args.compare is None else json.loads(args.compare.read_text())
+    if args.compare is not None and not {"prompts", "steps"} <= set(recorded):
+        raise SystemExit(f"{args.compare} is not what --record writes")
     llm = LLM(args.model, dtype="float32", memory_budget=args.memory_budget, warm_up=False)
     if args.record:
-        prompts = prompts_of(llm, args.text.read_text(encoding="utf-8"))
+        prompts = prompts_of(llm, text)
         recorded = {"prompts": prompts, "steps": generate(llm, prompts)}
         args.record.write_text(json.dumps(recorded))
         return 0
-    recorded = json.loads(args.compare.read_text())
     found = generate(llm, recorded["prompts"])
     verdicts = [compare(a, b) for a, b in zip(found, recorded["steps"], strict=True)]
     names = [name for name, _ in verdicts]
@@ -101,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -11,7 +11,7 @@ import math
 import pathlib
 import time
 
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 
 from moejax_serving import LLM, SamplingParams
 
@@ -66,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,7 +16,7 @@ import zlib
 import jax
 import numpy as np
 from random_model import STD, random_config, with_layers
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 from tqdm import tqdm
 
 from moejax.arena import format
@@ -111,4 +111,4 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ from published import published_config
 
 from moejax.checkpoint import layout
 from moejax.config import ModelConfig, Quantization, segments_of
+from moejax.errors import ConfigError
 from moejax.models.decoder import abstract_params, flatten_params
 
 MAX_POSITIONS = 8192
@@ -34,7 +35,12 @@ def random_config(name: str, max_positions: int = MAX_POSITIONS) -> ModelConfig:
 
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The same with the first layers only, for a machine that does not hold all of it."""
+    """The same with the first layers only, for a machine that does not hold all of it.
+
+    Raises ConfigError if it does not have as many.
+    """
+    if not 1 <= count <= len(config.layers):
+        raise ConfigError(f"layers: 1 to {len(config.layers)}, got {count}")
     return dataclasses.replace(config, segments=segments_of(config.layers[:count]))
 
 

@@ -25,7 +25,7 @@ import time
 import urllib.request
 from typing import Any
 
-from stamp import record, stamp
+from stamp import record, run_script, stamp
 from tqdm import tqdm
 
 WORDS = "the sea was calm and old men told stories of ships that never came home again".split()
@@ -230,4 +230,4 @@ def quantiles(times: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

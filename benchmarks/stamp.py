@@ -1,15 +1,18 @@
-"""What every line of results says of its run, and where the lines stand."""
+"""What scripts share: what every line of results says of its run, and how a script ends."""
 
 import datetime
 import json
 import os
 import pathlib
 import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from moejax.environment import prepare_environment
+from moejax.errors import MoejaxError
 
 # Before any device is asked for: without a GPU, jax's CUDA wheels would complain.
 prepare_environment(os.environ)
@@ -36,6 +39,14 @@ def record(name: str, row: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
         file.write(line + "\n")
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Runs a script to its end, or to one line that says what is wrong."""
+    try:
+        sys.exit(main())
+    except (MoejaxError, OSError, json.JSONDecodeError) as error:
+        sys.exit(f"{pathlib.Path(sys.argv[0]).name}: {error}")
 
 
 def _commit() -> str:

@@ -15,9 +15,12 @@ import statistics
 import time
 from typing import Any
 
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+try:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+except ImportError as error:
+    raise SystemExit(f"torch and transformers are needed: {error}") from None
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -62,6 +65,10 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--experts", default="grouped_mm", help="or batched_mm, eager")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU")
+    if not (FOLDER / "published" / f"{args.shape}.json").is_file():
+        raise SystemExit(f"'{args.shape}' is not one of the files in {FOLDER / 'published'}")
     model = make_model(args.shape, args.experts)
     for batch in args.batch:
         measure(model, batch, args.prompt, 8)

@@ -23,7 +23,7 @@ def _first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     if WINDOW > 0:
         found = tl.maximum(position - (WINDOW - 1), 0)
     if CHUNK > 0:
-        found = position // CHUNK * CHUNK
+        found = tl.maximum(position, 0) // CHUNK * CHUNK
     return found
 
 

@@ -1,6 +1,7 @@
 """Which kernels a program runs: the one place that decides, by device, dtype and shape."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 import jax
@@ -10,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from moejax.arena.experts import ExpertBias, Paged
 from moejax.arena.format import ceil_div
 from moejax.arena.geometry import Runs
-from moejax.config import Activation
+from moejax.config import Activation, AnyAttention
 from moejax.errors import ConfigError
+from moejax.pallas.attention_tiling import choose_tilings as choose_attention_tilings
 from moejax.pallas.bridge import find_obstacle
 from moejax.pallas.portable import linear_portable, run_experts_portable
 from moejax.pallas.prefill import (
@@ -80,8 +82,13 @@ REFERENCE = Kernels()
 """Plain jax.numpy everywhere."""
 
 
-def find_kernels(dtype: str, wanted: str = "auto") -> Kernels:
-    """The kernels of an engine on the first device of this process. Raises ConfigError."""
+def find_kernels(
+    dtype: str, wanted: str = "auto", attentions: Collection[AnyAttention] = ()
+) -> Kernels:
+    """The kernels of an engine on the first device of this process. Raises ConfigError.
+
+    `attentions`: those of the model's layers.
+    """
     device = jax.devices()[0]
     return choose_kernels(
         platform=device.platform,
@@ -89,11 +96,18 @@ def find_kernels(dtype: str, wanted: str = "auto") -> Kernels:
         capability=round(10 * float(getattr(device, "compute_capability", 0))),
         dtype=dtype,
         wanted=wanted,
+        attentions=attentions,
     )
 
 
 def choose_kernels(
-    *, platform: str, device_kind: str, capability: int, dtype: str, wanted: str = "auto"
+    *,
+    platform: str,
+    device_kind: str,
+    capability: int,
+    dtype: str,
+    wanted: str = "auto",
+    attentions: Collection[AnyAttention] = (),
 ) -> Kernels:
     """The kernels of an engine.
 
@@ -103,6 +117,8 @@ def choose_kernels(
         capability: compute capability as a number, 90 for Hopper; 0 where there is none.
         dtype: what the engine computes in.
         wanted: one of CHOICES; anything but `auto` is taken or refused.
+        attentions: those of the model's layers. Where keys are too large for the shared memory of
+            a device, `auto` leaves attention to the reference.
 
     Raises:
         ConfigError: what is wanted does not work here.
@@ -122,13 +138,31 @@ def choose_kernels(
         many = "mosaic"
     if wanted in ("triton", "gluon", "mosaic"):
         products = cast(Products, wanted)
+    shared_bytes = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    reason = _find_too_large(attentions, dtype, shared_bytes)
+    if reason is not None and wanted != "auto":
+        raise ConfigError(f"kernel '{wanted}' cannot be used: {reason}")
     return Kernels(
         products=products,
         many=many,
-        attention="triton",
+        attention="triton" if reason is None else "reference",
         device_kind=device_kind,
-        shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES),
+        shared_bytes=shared_bytes,
     )
+
+
+def _find_too_large(
+    attentions: Collection[AnyAttention], dtype: str, shared_bytes: int
+) -> str | None:
+    """Why the attention kernel cannot have its tiles, if so."""
+    try:
+        for part in attentions:
+            choose_attention_tilings(
+                part, dtype, rows=1, longest=1, max_query=1, shared_bytes=shared_bytes
+            )
+    except NotImplementedError as error:
+        return f"attention: {error}"
+    return None
 
 
 def _find_reason(platform: str, capability: int, dtype: str, wanted: str) -> str | None:
@@ -139,6 +173,8 @@ def _find_reason(platform: str, capability: int, dtype: str, wanted: str) -> str
         return f"it needs compute capability 9.0 exactly, and the GPU has {capability / 10:.1f}"
     if capability < _LEAST_CAPABILITY:
         return f"it needs compute capability 8.0, and the GPU has {capability / 10:.1f}"
+    if dtype not in ("bfloat16", "float32"):
+        return f"kernels compute in bfloat16 and float32, and the engine in {dtype}"
     if wanted in ("gluon", "mosaic") and dtype != "bfloat16":
         return f"it computes in bfloat16, and the engine in {dtype}"
     return find_obstacle()
@@ -158,6 +194,8 @@ def run_experts(
 ) -> Float[Array, "tokens hidden"]:
     """What `moejax.layers.experts.run_experts` gives, by the kernels that were chosen."""
     tokens, k = topk_ids.shape
+    if tokens == 0:
+        return x
     arrays = (x, topk_ids, topk_weights, valid, experts)
     options: Any = {"activation": activation, "weights_input": weights_input, "bias": bias}
     refusal = find_refusal(
@@ -192,6 +230,8 @@ def run_linear(
     `row`: of the matrix, in tables that are not copied for it.
     """
     tokens, width = len(x), widths[row]
+    if tokens == 0:
+        return jnp.zeros((0, runs.shape.rows), x.dtype)
     if kernels.products == "triton":
         y = linear_portable(x, pages, host, tables[row], width, runs)
         return y if bias is None else y + bias[None, :]

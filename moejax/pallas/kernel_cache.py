@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import pathlib
-import tempfile
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +38,15 @@ def read_or_make[T](parts: list[str], make: Callable[[], T], result_type: type[T
         return make()
     path = pathlib.Path(root) / FOLDER / f"{digest(parts)}.json"
     try:
-        return result_type(**json.loads(path.read_text(encoding="utf-8")))
+        return result_type(**_checked(json.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s is not read, and made anew: %s", path, error)
     found: Any = make()
     try:
-        _write(path, json.dumps(dataclasses.asdict(found)))
+        kept = dataclasses.asdict(found)
+        _write(path, json.dumps({"sha256": _sum_of(kept), "kernel": kept}))
     except (OSError, TypeError) as error:
         logger.warning("%s is not written: %s", path, error)
     made: T = found
@@ -58,14 +59,27 @@ def digest(parts: list[str]) -> str:
     return hashlib.sha256("\0".join([*parts, *versions]).encode()).hexdigest()
 
 
+def _sum_of(kept: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(read: Any) -> dict[str, Any]:
+    """What a file holds of a kernel: a changed one would run as something else, or not at all."""
+    kept: dict[str, Any] = read["kernel"]
+    if read["sha256"] != _sum_of(kept):
+        raise ValueError("it is damaged")
+    return kept
+
+
 def _write(path: pathlib.Path, text: str) -> None:
     """At once: another process may read or write the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    # Unlike those of tempfile, it may be read by whoever may read what jax keeps beside it.
+    part = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
+        with part.open("x", encoding="utf-8") as file:
             file.write(text)
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise

@@ -104,7 +104,8 @@ def run_experts_paged(
     tiles: Tiles
     if tokens == 1:
         tiles, row_of_place = OneToken(topk_ids[0], valid), None
-        place_of_slot = jnp.where(valid, place, k)
+        is_here = valid & (topk_ids[0] >= 0) & (topk_ids[0] < experts.num_experts)
+        place_of_slot = jnp.where(is_here, place, k)
     else:
         size, number = tilings[0].tokens, experts.num_experts
         grouping = group(topk_ids, valid, experts.widths, experts.layer, size=size, experts=number)

@@ -7,12 +7,14 @@ import pathlib
 
 from moejax.arena.format import ATOM_ROWS, ceil_div, pad_to
 from moejax.arena.geometry import Runs
+from moejax.errors import ConfigError
 from moejax.pallas.prefill import TILE_TOKENS
 from moejax.pallas.product import Tiling
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
 """Files of measured tilings, by kind of device."""
 _LARGEST_TILE = 32
+_WARPS = {1, 2, 4, 8}
 # Of a tile, for which the tokens are read often enough from the caches.
 _FEW_TOKENS = 8
 _MULTIPROCESSORS = 132
@@ -121,22 +123,45 @@ def default_tiling(which: int, runs: Runs, size: int, num_experts: int, slots: i
 @functools.cache
 def tuned_tilings(device_kind: str) -> dict[str, Tiling]:
     """Measured tilings of a kind of device; empty where none were."""
-    return {
-        key: Tiling(tokens=value[0], row_warps=value[1], k_warps=value[2])
-        for key, value in _read(device_kind).items()
-        if not key.startswith(_PREFILL)
-    }
+    found = {}
+    for key, value in _read(device_kind).items():
+        if key.startswith(_PREFILL):
+            continue
+        if len(value) != 3 or f" tokens {value[0]} " not in key or not set(value[1:]) <= _WARPS:
+            raise ConfigError(f"{_path(device_kind)}: '{key}' cannot be cut as {value}")
+        found[key] = Tiling(tokens=value[0], row_warps=value[1], k_warps=value[2])
+    return found
 
 
 @functools.cache
 def tuned_prefill_tiles(device_kind: str) -> dict[str, int]:
     """The same of tiles of the kernel for many tokens."""
-    return {key: value[0] for key, value in _read(device_kind).items() if key.startswith(_PREFILL)}
+    found = {}
+    for key, value in _read(device_kind).items():
+        if not key.startswith(_PREFILL):
+            continue
+        if len(value) != 1 or value[0] not in TILE_TOKENS:
+            raise ConfigError(f"{_path(device_kind)}: '{key}' cannot be cut as {value}")
+        found[key] = value[0]
+    return found
+
+
+def _path(device_kind: str) -> pathlib.Path:
+    return TUNED / f"{device_kind.replace(' ', '_')}.json"
 
 
 def _read(device_kind: str) -> dict[str, list[int]]:
-    path = TUNED / f"{device_kind.replace(' ', '_')}.json"
+    """What a file says. Raises ConfigError where it is damaged."""
+    path = _path(device_kind)
     if not path.is_file():
         return {}
-    found: dict[str, list[int]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path}: needs an object of tilings")
+    for key, value in read.items():
+        if not isinstance(value, list) or not all(type(n) is int for n in value):
+            raise ConfigError(f"{path}: '{key}' needs a list of whole numbers")
+    return read

@@ -100,6 +100,10 @@ def build_engine(
         {name: checkpoint.linear_shape(name) for name in checkpoint.linear_names()},
     )
     longest = _max_model_len(parts, config)
+    kernels = find_kernels(
+        geometry.dtype, config.kernel, {layer.attention for layer in parts.layers}
+    )
+    logger.info(kernels.line())
     widths, (plan, max_model_len) = choose_widths(
         checkpoint,
         geometry,
@@ -135,8 +139,6 @@ def build_engine(
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_linears(checkpoint, geometry, widths, state, pages, progress=progress)
-    kernels = find_kernels(geometry.dtype, config.kernel)
-    logger.info(kernels.line())
     runner = Runner(
         parts,
         geometry,

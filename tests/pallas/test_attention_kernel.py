@@ -33,6 +33,7 @@ CASES = {
     "latent, an odd number of heads": Case(mla(20), prefill=(), decode=((1, 90),)),
     "window": Case(gqa(8, 2, 64, window=50)),
     "chunks": Case(gqa(10, 2, 128, chunk=64)),
+    "chunks smaller than the padding": Case(gqa(10, 2, 128, chunk=8), pad_tokens=40),
     "sinks": Case(gqa(16, 2, 64, sinks=True, window=128)),
     "80 columns": Case(gqa(6, 2, 80)),
     "512 columns": Case(gqa(4, 1, 512), prefill=((20, 11),), decode=((1, 200),)),
@@ -67,6 +68,11 @@ INTERPRETED = {
     "mixed": (Case(gqa(4, 2, 16, sinks=True), **SMALL), FINE),
     "window": (Case(gqa(2, 1, 16, window=20), **SMALL), FINE),
     "chunks and sinks": (Case(gqa(3, 1, 24, chunk=16, sinks=True), **SMALL), FINE),
+    # Tokens of the padding have positions below 0: no key may be looked up for them.
+    "chunks smaller than the padding": (
+        Case(gqa(2, 1, 16, chunk=1), **(SMALL | {"decode": (), "pad_tokens": 20})),
+        FINE,
+    ),
     "latent": (Case(mla(3, 20, 6), **SMALL), FINE),
     "80 columns, decode": (
         Case(gqa(2, 1, 80), **(SMALL | {"prefill": (), "page_bytes": 8192})),

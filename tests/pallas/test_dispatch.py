@@ -26,6 +26,7 @@ from moejax.pallas.dispatch import (
 )
 from moejax_serving.config import KERNELS, EngineConfig
 from pallas.paged_experts import BFLOAT16, Case, Experts, expected, make_experts, relative_error
+from pallas.paged_kv import gqa, mla
 
 H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "capability": 90}
 CPU = {"platform": "cpu", "device_kind": "cpu", "capability": 0}
@@ -123,6 +124,40 @@ def test_a_line_says_what_was_chosen(kernels: Kernels, line: str) -> None:
 def test_what_is_named_and_does_not_work_is_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_kernels(**options, dtype="bfloat16")
+
+
+@pytest.mark.usefixtures("needs_kernels")
+@pytest.mark.parametrize("part", [mla(16), gqa(4, 1, 512)])
+def test_keys_that_shared_memory_cannot_hold_are_left_to_the_reference(part) -> None:
+    device = H200 | {"capability": 120}
+    found = choose_kernels(**device, dtype="float32", attentions={part})
+    assert (found.products, found.attention) == ("triton", "reference")
+    with pytest.raises(ConfigError, match="kernel 'triton' cannot be used: attention: keys of 5"):
+        choose_kernels(**device, dtype="float32", wanted="triton", attentions={part})
+    assert choose_kernels(**device, dtype="bfloat16", attentions={part}).attention == "triton"
+
+
+@pytest.mark.usefixtures("needs_kernels")
+def test_other_dtypes_are_refused() -> None:
+    assert choose_kernels(**H200, dtype="float16").products == "reference"
+    with pytest.raises(ConfigError, match="bfloat16 and float32, and the engine in float16"):
+        choose_kernels(**H200, dtype="float16", wanted="triton")
+
+
+@pytest.mark.parametrize("kernels", [AUTO, FORCED, Kernels(products="triton")])
+def test_no_tokens_give_nothing(kernels: Kernels) -> None:
+    experts = make_experts(LAYER)
+    arrays = arrays_of(experts)
+    none = [jax.ShapeDtypeStruct((0, *a.shape[1:]), a.dtype) for a in arrays[-5:-1]]
+    assert len(none[0].shape) == 2
+    program = experts_program(experts, kernels)
+    found = jax.eval_shape(program, *structs_of(arrays[:-5]), *none, arrays[-1])
+    assert found.shape == none[0].shape
+    arrays = linear_arrays(experts, 1, 0)
+    x = jax.ShapeDtypeStruct((0, arrays[-2].shape[1]), arrays[-2].dtype)
+    program = linear_program(experts, kernels)
+    rest = structs_of(arrays)
+    assert jax.eval_shape(program, *rest[:-2], x, rest[-1]).shape[0] == 0
 
 
 @pytest.mark.parametrize("wanted", ["gluon", "mosaic"])

@@ -93,6 +93,21 @@ def test_nothing_comes_of_a_token_that_is_not_valid(emulated: None) -> None:
     np.testing.assert_array_equal(np.asarray(found, np.float32), 0)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_slots_of_no_expert_add_nothing(tokens: int, emulated: None) -> None:
+    experts = make_experts(Case(tokens=tokens, hidden=64, width=64, experts=4, k=2))
+    experts.topk_ids[:, 1] = (-1, 4)[:tokens]
+    experts.valid[:] = True
+    found = run_experts_paged(
+        *map(jnp.asarray, (experts.x, experts.topk_ids, experts.topk_weights, experts.valid)),
+        experts.on_device(),
+        tilings=(TILINGS["8"], TILINGS["8"]),
+    )
+    experts.topk_weights[:, 1] = 0
+    experts.topk_ids[:, 1] = 0
+    assert relative_error(np.asarray(found), expected(experts)) < TOLERANCE
+
+
 def test_a_layer_among_others(emulated: None) -> None:
     """Of one token and of several; the rows of other layers name pages that do not exist."""
     for tokens in (1, 3):

@@ -73,7 +73,17 @@ def test_all_that_decides_is_in_the_name(folder: pathlib.Path) -> None:
     assert compiler.calls == len(files(folder)) == len(cases)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"binary": "x"}', '{"odd": 1}', "\0", "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", '{"binary": "x"}', '{"odd": 1}', "\0", "null", "[" * 100_000),
+        *(
+            '{"sha256": "", "kernel": {"binary": "x", "shared": null}}',
+            '{"sha256": 1, "kernel": 2}',
+        ),
+    ],
+    ids=lambda text: text[:12],
+)
 def test_a_broken_file_is_made_anew(
     folder: pathlib.Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,6 +97,24 @@ def test_a_broken_file_is_made_anew(
     assert compiler.calls == 2
     assert compiler.run("kernel") == Result("kernel", None)
     assert compiler.calls == 2
+
+
+@pytest.mark.parametrize(("old", "new"), [("kernel", "kernal"), ("null", "7"), ("null", '"x"')])
+def test_a_changed_file_is_made_anew(folder: pathlib.Path, old: str, new: str) -> None:
+    compiler = Compiler()
+    compiler.run("a kernel")
+    (path,) = files(folder)
+    path.write_text(path.read_text().replace(f"a {old}", f"a {new}").replace(f" {old}", f" {new}"))
+    assert compiler.run("a kernel") == Result("a kernel", None)
+    assert compiler.calls == 2
+
+
+def test_files_are_as_readable_as_others(folder: pathlib.Path) -> None:
+    Compiler().run("kernel")
+    (path,) = files(folder)
+    other = folder / "other"
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moejax.arena.geometry import LinearShape, Runs
+from moejax.errors import ConfigError
 from moejax.pallas import tuning
 from moejax.pallas.prefill import TILE_TOKENS
 from moejax.pallas.product import Tiling
@@ -114,6 +115,28 @@ def test_a_measured_tile_is_taken(monkeypatch, tmp_path) -> None:
     assert choose_prefill_tile(4096, 4, 60, down, "Some GPU") == 256
     assert choose_prefill_tile(2048, 4, 60, down, "Other GPU") == 128
     assert list(tuned_tilings("Some GPU")) == [tiling]
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "null", "\xff", '{"KEY": 8}', '{"KEY": [8, 2]}', '{"KEY": []}'),
+        *('{"KEY": [16, 2, 2]}', '{"KEY": [8, 3, 2]}', '{"KEY": ["8", "2", "2"]}'),
+        *('{"KEY": [8, 0, 0]}', '{"prefill x": [13]}', '{"prefill x": [64, 64]}'),
+    ],
+)
+def test_a_damaged_file_is_refused(text: str, monkeypatch, tmp_path) -> None:
+    key = tuning_key(0, runs(2, 1408, 2048), 8, 4)
+    (tmp_path / "Some_GPU.json").write_text(text.replace("KEY", key), encoding="latin-1")
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    caches = (tuned_tilings, tuned_prefill_tiles)
+    for cache in caches:
+        cache.cache_clear()
+    with pytest.raises(ConfigError, match="Some_GPU.json: "):
+        for cache in caches:
+            cache("Some GPU")
     for cache in caches:
         cache.cache_clear()
 
