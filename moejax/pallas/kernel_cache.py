@@ -41,7 +41,7 @@ def read_or_make[T](parts: list[str], make: Callable[[], T], result_type: type[T
         return result_type(**_checked(json.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         logger.warning("%s is not read, and made anew: %s", path, error)
     found: Any = make()
     try:
@@ -65,8 +65,8 @@ def _sum_of(kept: dict[str, Any]) -> str:
 
 def _checked(read: Any) -> dict[str, Any]:
     """What a file holds of a kernel: a changed one would run as something else, or not at all."""
-    kept: dict[str, Any] = read["kernel"]
-    if read["sha256"] != _sum_of(kept):
+    kept: Any = read.get("kernel") if isinstance(read, dict) else None
+    if not isinstance(kept, dict) or read.get("sha256") != _sum_of(kept):
         raise ValueError("it is damaged")
     return kept
 
