@@ -79,6 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_arguments(parser)
     args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        raise SystemExit("bench_step.py needs a GPU, whose kernels it times")
     config = make_config(parser, args)
     engine = make_engine(config, args)
     bandwidth = copy_bandwidth(1 << 31)

@@ -13,18 +13,22 @@ from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 README = pathlib.Path(__file__).parents[1] / "README.md"
-SHAPE = "Qwen1.5-MoE-A2.7B"
+DEVICE = "NVIDIA H200"
+STEP = {"shape": "Qwen1.5-MoE-A2.7B", "layers": 24, "prompt": 256}
 """Of which whole steps are shown."""
-TOKENS = {1: "gluon", 8: "gluon", 32: "gluon", 64: "mosaic", 256: "mosaic"}
-"""Of each expert, and the kernel that is shown."""
+TOKENS = {1: "gluon", 8: "gluon", 16: "gluon", 32: "mosaic", 64: "mosaic", 256: "mosaic"}
+"""Of each expert, and what the server multiplies as many with."""
 PARTS = ("experts", "dense products", "attention", "routing")
 
 Row = dict[str, Any]
 
 
-def read(name: str) -> list[Row]:
+def read(name: str, **wanted: Any) -> list[Row]:
+    """Lines of the device, that have these values where they have the keys."""
     lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
+    wanted = {"device": DEVICE} | wanted
+    return [row for row in rows if all(row.get(k, v) == v for k, v in wanted.items())]
 
 
 def newest(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], Row]:
@@ -39,18 +43,14 @@ def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 def decoding() -> list[str]:
     """Tokens per second of whole steps, beside what a user would run otherwise."""
-    ours = newest(
-        (row for row in read("decode_speed") if row["shape"] == SHAPE), "bits", "kernel", "batch"
-    )
-    theirs = newest(
-        (row for row in read("transformers_speed") if row["shape"] == SHAPE), "experts", "batch"
-    )
+    ours = newest(read("decode_speed", **STEP), "bits", "kernel", "batch")
+    theirs = newest(read("transformers_speed", **STEP), "experts", "batch")
 
     def speed(row: Row | None) -> str:
         return "" if row is None else f"{row['tokens_per_s']:,.0f}"
 
     def rows() -> Iterator[list[str]]:
-        for batch in sorted({key[2] for key in ours}):
+        for batch in sorted(key[2] for key in ours if key[:2] == (4, "auto")):
             at_4 = ours[4, "auto", batch]
             yield [
                 str(batch),
@@ -61,13 +61,13 @@ def decoding() -> list[str]:
                 speed(theirs.get(("grouped_mm", batch))),
             ]
 
-    head = ["batch", "4 bits", "a step", "16 bits", "4 bits, plain XLA", "transformers"]
+    head = ["batch", "4 bits", "a step of these", "16 bits", "4 bits, plain XLA", "transformers"]
     return table(head, rows())
 
 
 def steps() -> list[str]:
     """Where the milliseconds of a decode step go."""
-    rows = newest((row for row in read("step") if row["shape"] == SHAPE), "bits", "batch")
+    rows = newest(read("step", bits=4, kernel="auto", **STEP), "bits", "batch")
 
     def lines() -> Iterator[list[str]]:
         for (_, batch), row in sorted(rows.items()):

@@ -37,9 +37,8 @@ def line_of(module: ModuleType, arguments: str, monkeypatch: pytest.MonkeyPatch)
     ("module", "arguments", "wanted"),
     [
         (decode_speed, "--kernel nosuch --layers 1", "kernel must be one of auto, reference"),
-        (decode_speed, "--bits 99 --layers 1", "widths from 3 to 99 bits"),
         (decode_speed, "--memory-budget foo", "'foo' is not a size"),
-        (bench_step, "--bits 1 --layers 1", "must be a width from 2 to 8, or 16"),
+        (bench_step, "--bits 4", "bench_step.py needs a GPU"),
         (bench_kernels, "", "needs an NVIDIA GPU"),
         (bench_pages, "", "needs an NVIDIA GPU"),
         (bench_attention, "", "needs an NVIDIA GPU"),
@@ -83,8 +82,10 @@ def test_a_file_that_no_device_wrote(
 @pytest.mark.parametrize(
     ("module", "arguments", "wanted"),
     [
-        (decode_speed, "--batch 0", "--batch, --prompt and --output must be at least 1"),
-        (decode_speed, "--prompt 0", "--batch, --prompt and --output must be at least 1"),
+        (decode_speed, "--batch 0", "--batch and --prompt must be at least 1"),
+        (decode_speed, "--prompt 0", "--batch and --prompt must be at least 1"),
+        (decode_speed, "--output 4", "--output must be at least 8"),
+        (decode_speed, "--bits 9", "invalid choice: 9"),
         (decode_speed, "--layers 0", "layers: 1 to 24, got 0"),
         (decode_speed, "--layers 25", "layers: 1 to 24, got 25"),
         (decode_speed, "--shape nosuch", "'nosuch' is not a published size"),
