@@ -114,7 +114,7 @@ class Mover:
         self._table = table
         self._ports = ports
         self._page_words = page_words
-        self._shipment_pages = shipment_pages
+        self.shipment_pages = shipment_pages
         self._most_in_flight = most_in_flight
         self._orders: dict[int, _Order] = {}
         self._queue: collections.deque[tuple[_Order, str]] = collections.deque()
@@ -126,11 +126,27 @@ class Mover:
     @property
     def staging_bytes(self) -> int:
         """The most that transfers take on the device beside the arena."""
-        return self._most_in_flight * self._shipment_pages * self._page_words * 4
+        return self._most_in_flight * self.shipment_pages * self._page_words * 4
 
     @property
     def is_idle(self) -> bool:
         return not self._orders
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a transfer has not been committed."""
+        return bool(self._in_flight)
+
+    @property
+    def moving(self) -> list[int]:
+        """The linears of which something is on its way."""
+        return list(self._orders)
+
+    @property
+    def reserved(self) -> list[int]:
+        """The pages that wait for what is on its way."""
+        orders = self._orders.values()
+        return [page for order in orders for pages in order.pages.values() for page in pages]
 
     def is_moving(self, linear: int) -> bool:
         """Whether something of a linear is on its way."""
@@ -227,7 +243,7 @@ class Mover:
     def _pack(self) -> _Shipment | None:
         """The next transfer, which has been started; None: there is nothing to send."""
         values: UInt32[np.ndarray, "n words"] | None = None
-        ids = np.full(self._shipment_pages, _OUT_OF_RANGE, np.int32)
+        ids = np.full(self.shipment_pages, _OUT_OF_RANGE, np.int32)
         parts: list[_Part] = []
         used = 0
         while used < len(ids) and (piece := self._next_piece(len(ids) - used)) is not None:

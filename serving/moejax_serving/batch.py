@@ -28,6 +28,8 @@ class Buckets:
     prefill_rows: int
     kinds: tuple[KvKind, ...]
     max_model_len: int
+    expert_edits: int = 0
+    """Edits of expert tables that a step may carry."""
 
     def all(self) -> list[Bucket]:
         """All buckets, the largest of each kind first."""
@@ -46,7 +48,7 @@ class Buckets:
             KvLayout(layers=kind.pages_per_block, blocks=rows, row_edits=rows)
             for kind in self.kinds
         )
-        layout = Layout(tokens=rows, rows=rows, expert_edits=0, kinds=kinds)
+        layout = Layout(tokens=rows, rows=rows, expert_edits=self.expert_edits, kinds=kinds)
         return Bucket(layout=layout, prefill_rows=0, max_query=1)
 
     def prefill(self, tokens: int) -> Bucket:
@@ -63,7 +65,7 @@ class Buckets:
         layout = Layout(
             tokens=tokens + decode_rows,
             rows=self.prefill_rows + decode_rows,
-            expert_edits=0,
+            expert_edits=self.expert_edits,
             kinds=kinds,
         )
         return Bucket(layout=layout, prefill_rows=self.prefill_rows, max_query=tokens)
@@ -101,6 +103,7 @@ def make_buckets(
     max_num_batched_tokens: int,
     kinds: SequenceOf[KvKind],
     max_model_len: int,
+    expert_edits: int = 0,
 ) -> Buckets:
     """Sizes that grow by a factor of four up to the limits."""
     return Buckets(
@@ -109,6 +112,7 @@ def make_buckets(
         prefill_rows=min(MAX_PREFILL_SEQS, max_num_seqs, max_num_batched_tokens),
         kinds=tuple(kinds),
         max_model_len=max_model_len,
+        expert_edits=expert_edits,
     )
 
 
@@ -124,8 +128,10 @@ def places(plan: StepPlan, bucket: Bucket) -> list[tuple[int, RowPlan]]:
     return [*enumerate(plan.prefill), *enumerate(plan.decode, bucket.prefill_rows)]
 
 
-def make_control(plan: StepPlan, bucket: Bucket) -> Control:
-    """What the device is told of a plan."""
+def make_control(
+    plan: StepPlan, bucket: Bucket, expert_edits: SequenceOf[tuple[int, int, int, int]] = ()
+) -> Control:
+    """What the device is told of a plan, and of the experts."""
     num_empty = bucket.prefill_rows - len(plan.prefill) if plan.decode else 0
     return Control(
         rows=[
@@ -134,6 +140,7 @@ def make_control(plan: StepPlan, bucket: Bucket) -> Control:
             *map(_row, plan.decode),
         ],
         kv_edits=[*map(_kv_edits, plan.kinds)],
+        expert_edits=expert_edits,
         want_logprobs=wants_logprobs(plan),
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import moejax
 from moejax.environment import prepare_environment
 from moejax.errors import ConfigError, MoejaxError
-from moejax_serving.config import KERNELS, EngineConfig
+from moejax_serving.config import KERNELS, PLANNERS, EngineConfig
 from moejax_serving.sizes import parse_size, parse_width
 
 if TYPE_CHECKING:
@@ -164,9 +164,10 @@ def _add_engine_flags(group: "argparse._ArgumentGroup") -> None:
     add(
         "planner",
         "static: choose the widths of gate_up and of down of each expert by what they cost in "
-        "accuracy, within --expert-memory, 16 among them where it is stored; none: as "
-        "--expert-bits says",
-        choices=("none", "static"),
+        "accuracy, within --expert-memory, 16 among them where it is stored; dynamic: the same "
+        "within all memory that KV does not need, changed while requests run, down to "
+        "--expert-bits; off: as --expert-bits says",
+        choices=PLANNERS,
     )
     add(
         "expert_memory",

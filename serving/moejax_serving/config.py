@@ -5,6 +5,7 @@ from typing import no_type_check
 
 from moejax.errors import ConfigError
 
+PLANNERS = ("off", "static", "dynamic")
 KERNELS = ("auto", "reference", "triton", "gluon", "mosaic")
 
 
@@ -27,8 +28,9 @@ class EngineConfig:
     """The width of all experts; the path of a file of widths; or auto: the widest that fits."""
     linear_bits: str | int = "auto"
     """The width of other linears that are stored as codes; auto: the widest that is stored."""
-    planner: str = "none"
-    """static: widths of experts by what they cost in accuracy, within `expert_memory`; none."""
+    planner: str = "off"
+    """static: widths of experts by what they cost in accuracy, within `expert_memory`; dynamic:
+    the same within all memory, changed while requests run, down to `expert_bits`; off."""
     expert_memory: int | None = None
     """Bytes that planner static may spend on experts: pages of planes and tables."""
     kernel: str = "auto"
@@ -70,8 +72,8 @@ class EngineConfig:
             raise ConfigError(f"linear_bits must be auto or a width, got {self.linear_bits!r}")
         if self.kernel not in KERNELS:
             raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
-        if self.planner not in ("none", "static"):
-            raise ConfigError(f"planner must be none or static, got {self.planner!r}")
+        if self.planner not in PLANNERS:
+            raise ConfigError(f"planner must be {', '.join(PLANNERS)}, got {self.planner!r}")
         if self.expert_memory is not None:
             _check_int("expert_memory", self.expert_memory, 1)
         if self.planner == "static" and self.expert_memory is None:
@@ -80,6 +82,12 @@ class EngineConfig:
             raise ConfigError("expert_memory is for planner static, which is not set")
         if self.planner == "static" and self.expert_bits != "auto":
             raise ConfigError("planner static chooses the widths: leave expert_bits at auto")
+        if (
+            self.planner == "dynamic"
+            and isinstance(self.expert_bits, str)
+            and (self.expert_bits != "auto")
+        ):
+            raise ConfigError("planner dynamic takes expert_bits as the least width, not a file")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -33,6 +33,7 @@ from moejax_serving.sequence import Sequence
 from moejax_serving.stopping import Finish, RunningText, find_finish
 from moejax_serving.throughput import Throughput
 from moejax_serving.tokenizer import Tokenizer
+from moejax_serving.trader import Trader
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class Engine:
         buckets: Buckets,
         runner: Runner,
         metrics: Metrics,
+        trader: Trader | None = None,
     ) -> None:
+        """`trader`: what changes the widths of experts while requests run, if anything does."""
         self.model = model
         self.memory = memory
         self.metrics = metrics
@@ -69,6 +72,7 @@ class Engine:
         self._scheduler = scheduler
         self._buckets = buckets
         self._runner = runner
+        self._trader = trader
         self._requests: dict[str, Request] = {}
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         self._in_flight: _InFlight | None = None
@@ -98,7 +102,12 @@ class Engine:
 
     def warm_up(self, *, progress: bool) -> None:
         """Compiles all programs, so that no request waits for one."""
-        self._runner.warm_up(self._buckets.all(), with_poison=self._config.check, progress=progress)
+        self._runner.warm_up(
+            self._buckets.all(),
+            shipment_pages=0 if self._trader is None else self._trader.shipment_pages,
+            with_poison=self._config.check,
+            progress=progress,
+        )
         self.metrics.count_compiles("warmup", num_compiles() - self._num_compiles)
         self._num_compiles = num_compiles()
 
@@ -226,8 +235,12 @@ class Engine:
         """Raises if pages or blocks do not add up."""
         self._scheduler.check()
         self._pages.check()
+        if self._trader is not None:
+            self._trader.check()
 
     def _start(self) -> _InFlight | None:
+        if self._trader is not None:
+            self._trader.before_step(self._scheduler.num_available_pages)
         plan = self._scheduler.plan()
         if plan is None:
             return None
@@ -239,9 +252,15 @@ class Engine:
             if row.starts_row:
                 self._start_row(row.sequence, now)
         bucket = self._buckets.choose(plan)
-        flight = self._runner.start(
-            make_control(plan, bucket), bucket, with_targets=wants_targets(plan)
-        )
+        edits = () if self._trader is None else self._trader.take_edits()
+        try:
+            flight = self._runner.start(
+                make_control(plan, bucket, edits), bucket, with_targets=wants_targets(plan)
+            )
+        except BaseException:
+            if self._trader is not None:
+                self._trader.give_back_edits(edits)
+            raise
         return _InFlight(plan, bucket, flight)
 
     def _start_row(self, sequence: Sequence, now: float) -> None:

@@ -77,14 +77,21 @@ class BlockPool:
             if oldest is None:
                 return None
             self._drop(oldest)
-        while self._pages.num_free < count:
-            self._drop(next(iter(self._idle)))
+        self.free_pages(count)
         pages = self._pages.take(count, Owner.KV)
         if pages is None:
             raise AssertionError("blocks that were dropped gave back too few pages")
         block = KvBlock(self._free[kind].pop(), kind, tuple(pages))
         self._blocks.add(block)
         return block
+
+    def free_pages(self, n: int) -> bool:
+        """Drops what only the cache holds until so many pages are free; says whether they are."""
+        if self.num_available_pages < n:
+            return False
+        while self._pages.num_free < n:
+            self._drop(next(iter(self._idle)))
+        return True
 
     def get(self, key: bytes) -> KvBlock | None:
         """The block that holds what a key stands for, if the cache has one."""

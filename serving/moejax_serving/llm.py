@@ -66,7 +66,7 @@ class LLM:
         skip_tokenizer_init: take and give token ids only.
         options: further fields of `EngineConfig`, such as max_model_len, max_num_seqs, seed;
             expert_bits ("auto", a width, or the path of a file of widths), linear_bits ("auto" or
-            a width), planner ("none" or "static") with expert_memory (as memory_budget).
+            a width), planner ("off", "dynamic", or "static" with expert_memory, as memory_budget).
 
     Raises:
         MoejaxError: with one line that says what is wrong with the model, a setting or the memory.

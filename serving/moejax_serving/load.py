@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 import jax
+import numpy as np
 
 from moejax.arena.format import ceil_div
 from moejax.arena.geometry import Geometry, choose_geometry
@@ -21,6 +22,7 @@ from moejax_serving.admission import ServedModel
 from moejax_serving.batch import Buckets, make_buckets
 from moejax_serving.compiles import keep_programs
 from moejax_serving.config import EngineConfig
+from moejax_serving.dynamic import make_trader, most_edits, offered_widths, start_widths
 from moejax_serving.engine import Engine
 from moejax_serving.kv_blocks import BlockPool, root_key
 from moejax_serving.loader import empty_rows, empty_state, load_linears, load_params
@@ -30,7 +32,7 @@ from moejax_serving.pages import PagePool
 from moejax_serving.runner import Runner
 from moejax_serving.scheduler import Scheduler
 from moejax_serving.tokenizer import Tokenizer, require_tokenizer
-from moejax_serving.widths import choose_widths
+from moejax_serving.widths import choose_widths, linear_width
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,14 @@ def build_engine(
     )
     if max_model_len < longest:
         logger.info("max_model_len is %d of the model's %d: what fits", max_model_len, longest)
+    if config.planner == "dynamic":
+        widths = start_widths(
+            checkpoint.sensitivity(),
+            geometry,
+            offered_widths(geometry, config),
+            plan,
+            linear_width(geometry, config),
+        )
     if checkpoint.quantization is not None:
         logger.info("widths, and how many linears have them: %s", widths.summary())
     for line in plan.lines():
@@ -139,6 +149,7 @@ def build_engine(
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_linears(checkpoint, geometry, widths, state, pages, progress=progress)
+    slots = [np.asarray(table[0]) for table in (state.gate_up_pages, state.down_pages)]
     runner = Runner(
         parts,
         geometry,
@@ -148,6 +159,11 @@ def build_engine(
         workspace=plan.workspace,
         kernels=kernels,
     )
+    trader = None
+    if config.planner == "dynamic":
+        trader = make_trader(
+            checkpoint, geometry, config, plan, widths, slots, pages, blocks, runner
+        )
     scheduler = Scheduler(
         blocks,
         kinds=geometry.kinds,
@@ -157,6 +173,7 @@ def build_engine(
         max_num_batched_tokens=buckets.prefill_tokens[-1],
         max_row_edits=buckets.max_row_edits,
         cache_root=_cache_root(checkpoint, geometry) if config.enable_prefix_caching else None,
+        make_room=None if trader is None else trader.make_room,
     )
     served = ServedModel(
         name=name,
@@ -180,6 +197,7 @@ def build_engine(
         buckets=buckets,
         runner=runner,
         metrics=metrics,
+        trader=trader,
     )
     loaded = time.monotonic()
     metrics.set_startup_phase("load", loaded - started)
@@ -206,6 +224,7 @@ def _buckets(geometry: Geometry, config: EngineConfig, max_model_len: int) -> Bu
         max_num_batched_tokens=_max_query(config, max_model_len),
         kinds=geometry.kinds,
         max_model_len=max_model_len,
+        expert_edits=most_edits(geometry) if config.planner == "dynamic" else 0,
     )
 
 

@@ -1,13 +1,14 @@
 """Brings a checkpoint onto the device: dense weights as arrays, experts into pages of the arena."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import UInt32
 from tqdm import tqdm
 
 from moejax.arena.format import DTYPES, POISON_WORD, decode_dense, encode_dense, to_pages
@@ -166,6 +167,29 @@ def _linears(
             checkpoint.verify_linear(tensor.name, repeat, names)
             read = {name: files[name][repeat] for name in names}
             yield runs, others[number], _as_dtype(read, runs, checkpoint.linear_dtype(tensor.name))
+
+
+def expert_reader(
+    checkpoint: Checkpoint, geometry: Geometry
+) -> Callable[[int, str], UInt32[np.ndarray, "pages words"]]:
+    """Reads the pages of a run of an expert's linear, which has the number of `WeightTable`.
+
+    A run is checked when it is read for the first time. It raises CheckpointError.
+    """
+    verified: set[tuple[int, str]] = set()
+    layers = list(checkpoint.config.moe_layers)
+
+    def read(linear: int, name: str) -> UInt32[np.ndarray, "pages words"]:
+        row, which = divmod(linear, 2)
+        number, expert = divmod(row, geometry.num_experts)
+        layer, full = layers[number], f"{LINEARS[which]}.{name}"
+        if (linear, name) not in verified:
+            checkpoint.verify_expert(layer, expert, [full])
+            verified.add((linear, name))
+        run = checkpoint.expert_runs(layer)[full][expert]
+        return to_pages(run, geometry.page_words)
+
+    return read
 
 
 def _as_dtype(read: dict[str, np.ndarray], runs: Runs, source: str) -> dict[str, np.ndarray]:

@@ -9,6 +9,8 @@ class Owner(enum.Enum):
 
     KV = "kv"
     WEIGHTS = "weights"
+    RESERVED = "reserved"
+    """Of a transfer that has not been committed."""
 
 
 class PagePool:
@@ -52,6 +54,20 @@ class PagePool:
             del self._owner[page]
             self._counts[owner] -= 1
         self._free.extend(given)
+
+    def hand_over(self, pages: Iterable[int], owner: Owner) -> None:
+        """Pages that are owned belong to another. Raises, and changes none, if one is free."""
+        given = list(pages)
+        if unowned := [page for page in given if page not in self._owner]:
+            raise ValueError(f"page {unowned[0]} is not owned")
+        for page in given:
+            self._counts[self._owner[page]] -= 1
+            self._owner[page] = owner
+        self._counts[owner] += len(given)
+
+    def owned_by(self, owner: Owner) -> set[int]:
+        """The pages that hold this."""
+        return {page for page, found in self._owner.items() if found is owner}
 
     def check(self) -> None:
         """Raises if a page is lost, owned and free at once, or free twice."""

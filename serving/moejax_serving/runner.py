@@ -30,6 +30,7 @@ from moejax.models.choice import (
 from moejax.models.decoder import Params
 from moejax.models.step import Bucket, compiler_options, step
 from moejax.pallas.dispatch import Kernels
+from moejax.pallas.pages import commit_pages
 from moejax_serving.loader import store_pages
 
 _POISON_CHUNK = 64
@@ -154,8 +155,18 @@ class Runner:
                 )
         return self._programs[bucket]
 
-    def warm_up(self, buckets: Sequence[Bucket], *, with_poison: bool, progress: bool) -> None:
-        """Compiles everything that serving needs, and runs each program once with nothing to do."""
+    def warm_up(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        shipment_pages: int,
+        with_poison: bool,
+        progress: bool,
+    ) -> None:
+        """Compiles everything that serving needs, and runs each program once with nothing to do.
+
+        `shipment_pages`: pages that are committed at once; 0: none ever are.
+        """
         bar = tqdm(buckets, "programs", disable=None if progress else True)
         for bucket in bar:
             for rows, want_logprobs in _ONE_OF_EACH_WAY:
@@ -163,6 +174,10 @@ class Runner:
                 with_targets = want_logprobs and bucket.prefill_rows > 0
                 self.start(control, bucket, with_targets=with_targets).wait()
         self.mark_row(0, prompt=(), output=(), stops=(), biases=())
+        if shipment_pages:
+            nothing = np.zeros((shipment_pages, self._geometry.page_words), np.uint32)
+            nowhere = np.full(shipment_pages, self._state.pages.shape[1], np.int32)
+            self.commit(nowhere, self.send(nothing))
         if with_poison:
             self.poison([self._state.pages.shape[1]])
         jax.block_until_ready((self._state, self._rows))
@@ -175,6 +190,19 @@ class Runner:
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return int(memory.temp_size_in_bytes + results)
 
+    def send(self, values: np.ndarray) -> jax.Array:
+        """Starts a transfer of pages, uint32[n, words], to the device."""
+        sent: jax.Array = jax.device_put(values)
+        return sent
+
+    def commit(self, ids: np.ndarray, staged: jax.Array) -> None:
+        """Copies pages that have arrived into the arena, behind the steps that the device has.
+
+        Ids out of range are left out; of as many pages one program serves all calls.
+        """
+        pages = _commit(self._state.pages, ids, staged)
+        self._state = dataclasses.replace(self._state, pages=pages)
+
     def poison(self, pages: list[int]) -> None:
         """Makes pages unreadable: for tests."""
         words = np.full((_POISON_CHUNK, self._geometry.page_words), POISON_WORD, np.uint32)
@@ -185,6 +213,11 @@ class Runner:
             self._state = dataclasses.replace(
                 self._state, pages=store_pages(self._state.pages, ids, words)
             )
+
+
+@partial(jax.jit, donate_argnums=0)
+def _commit(pages: jax.Array, ids: jax.Array, staged: jax.Array) -> jax.Array:
+    return commit_pages(pages[0], ids, staged)[None]
 
 
 _start_row = jax.jit(start_row, donate_argnums=(0, 1, 2))

@@ -111,18 +111,21 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_row_edits: collections.abc.Sequence[int],
         cache_root: bytes | None = None,
+        make_room: collections.abc.Callable[[int], bool] | None = None,
     ) -> None:
         """Makes empty queues.
 
         Args:
             blocks: the blocks of all kinds; a kind may have as many as the pages make.
             kinds: of KV.
-            num_pages: pages that KV may take.
+            num_pages: most pages that KV may take.
             max_num_seqs: rows.
             max_prefill_seqs: rows of several tokens that a step may have.
             max_num_batched_tokens: tokens of all of these.
             max_row_edits: of each kind, entries of block tables that a step may change.
             cache_root: what keys of blocks start from; None: no prefix cache.
+            make_room: asked for so many more pages before a sequence is preempted or has to wait;
+                says whether they are there now. None: nobody has any to give.
         """
         for number, (kind, most) in enumerate(zip(kinds, blocks.max_blocks, strict=True)):
             if most <= num_pages // kind.pages_per_block:
@@ -139,6 +142,7 @@ class Scheduler:
         self._max_prefill_seqs = max_prefill_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_row_edits = tuple(max_row_edits)
+        self._make_room = make_room or (lambda pages: False)
         self._cache = PrefixCache(blocks, kinds, cache_root)
         self._holdings = Holdings(blocks, kinds, max_num_batched_tokens)
 
@@ -207,7 +211,11 @@ class Scheduler:
 
     def _take(self, number: int, sequence: Sequence) -> KvBlock | None:
         """A block for a sequence; None if it was the one that had to give up its own."""
+        pages = self._kinds[number].pages_per_block
         while (block := self._blocks.take(number)) is None:
+            missing = pages - self._blocks.num_available_pages
+            if missing > 0 and self._make_room(missing):
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -251,7 +259,9 @@ class Scheduler:
             count - len(blocks) + spare for count, blocks in zip(most, hits.blocks, strict=True)
         )
         reserved = sum(map(self._holdings.pages_to_take, self.running))
-        return needed + reserved + hits.num_idle_pages <= self._blocks.num_available_pages
+        wanted = needed + reserved + hits.num_idle_pages
+        missing = wanted - self._blocks.num_available_pages
+        return missing <= 0 or self._make_room(missing)
 
     def _start(self, sequence: Sequence, hits: Hits, draft: _Draft) -> None:
         self._holdings.share(sequence, hits)
@@ -290,6 +300,11 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.num_pending = 0
         self._blocks.forget_all()
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that blocks could be made of now."""
+        return self._blocks.num_available_pages
 
     @property
     def kv_usage(self) -> float:

@@ -11,6 +11,7 @@ from moejax.arena.widths import Widths, check_width, uniform, widths_from_json
 from moejax.checkpoint import Checkpoint, strict_json
 from moejax.errors import CapacityError, CheckpointError, ConfigError
 from moejax_serving.config import EngineConfig
+from moejax_serving.dynamic import offered_widths
 from moejax_serving.static_plan import static_widths
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ def choose_widths[Memory](
 ) -> tuple[Widths, tuple[Memory, int]]:
     """The widths that the settings ask for, and the memory plan and max_model_len with them.
 
-    `plan` raises CapacityError where they do not fit. With expert_bits auto the widest uniform
+    `plan` raises CapacityError where they do not fit. With planner dynamic they are the least that
+    linears may sink to. With expert_bits auto the widest uniform
     width is taken with which a sequence fits: of max_model_len tokens where that is set, else of as
     many as the model allows, but no more than AUTO_TOKENS. If there is none, that
     which leaves most room.
@@ -41,7 +43,7 @@ def choose_widths[Memory](
                 raise
             raise CapacityError(f"{error} (widths: {widths.summary()})") from error
 
-    others = _linear_width(geometry, config)
+    others = linear_width(geometry, config)
     if config.planner == "static":
         if checkpoint.quantization is None or config.expert_memory is None:
             raise ConfigError(
@@ -50,6 +52,8 @@ def choose_widths[Memory](
         return planned(
             static_widths(checkpoint.sensitivity(), geometry, config.expert_memory, others)
         )
+    if config.planner == "dynamic":
+        return planned(uniform(geometry, offered_widths(geometry, config)[0], others))
     if isinstance(config.expert_bits, int):
         check_width(geometry, config.expert_bits, "expert_bits")
         return planned(uniform(geometry, config.expert_bits, others))
@@ -86,7 +90,7 @@ def choose_widths[Memory](
     return found
 
 
-def _linear_width(geometry: Geometry, config: EngineConfig) -> int:
+def linear_width(geometry: Geometry, config: EngineConfig) -> int:
     if config.linear_bits == "auto":
         return geometry.widths[-1]
     if not geometry.linears:

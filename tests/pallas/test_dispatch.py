@@ -32,6 +32,8 @@ H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "capability": 90}
 CPU = {"platform": "cpu", "device_kind": "cpu", "capability": 0}
 AUTO = Kernels(products="gluon", many="mosaic", attention="triton", device_kind="NVIDIA H200")
 FORCED = Kernels(products="mosaic", attention="triton", device_kind="NVIDIA H200")
+GLUON = Kernels(products="gluon", attention="triton", device_kind="NVIDIA H200")
+TRITON = Kernels(products="triton", attention="triton", device_kind="NVIDIA H200")
 # Of outputs: products of bfloat16, rounded three times on the way.
 TOLERANCE = 6e-3
 FOUR_BITS = Quantization(seed_bits=4, parent_bits=4, has_dense=False)
@@ -302,7 +304,12 @@ def test_linears_compile_for_an_h200(tokens: int, calls: tuple[int, int]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tokens", "kernels"), [(MANY - 1, AUTO), (MANY, AUTO), (4 * MANY, AUTO), (6, FORCED)]
+    ("tokens", "kernels"),
+    [
+        *((1, AUTO), (MANY - 1, AUTO), (MANY, AUTO), (4 * MANY, AUTO), (4096, AUTO)),
+        *((1, FORCED), (6, FORCED), (4096, FORCED)),
+        *((1, GLUON), (4096, GLUON), (1, TRITON), (4096, TRITON)),
+    ],
 )
 def test_experts_on_both_sides_of_the_threshold(tokens: int, kernels: Kernels) -> None:
     """In tables of several layers, with biases, at every kind of width."""

@@ -132,7 +132,7 @@ def test_underscores_are_dashes(called: Any) -> None:
         (["--shutdown-timeout", "inf"], "'inf' is not a number of seconds"),
         (["--shutdown-timeout", "soon"], "'soon' is not a number of seconds"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
-        (["--planner", "dynamic"], "invalid choice: 'dynamic'"),
+        (["--planner", "none"], "invalid choice: 'none'"),
         (["--expert-bits", "4.5"], "4.5 is not a width: 2 to 8, or 16"),
         (["--expert-bits", "-3"], "-3 is not a width: 2 to 8, or 16"),
         (["--linear-bits", "w.json"], "'w.json' is not a width: auto, 2 to 8, or 16"),

@@ -134,3 +134,21 @@ def test_a_broken_pool_is_found(break_it: Callable[[PagePool], None], message: s
     break_it(pool)
     with pytest.raises(AssertionError, match=message):
         pool.check()
+
+
+def test_pages_change_hands() -> None:
+    pool = PagePool(6)
+    taken = pool.take(3, Owner.RESERVED)
+    assert taken is not None
+    pool.hand_over(taken[:2], Owner.WEIGHTS)
+    assert pool.owned_by(Owner.WEIGHTS) == set(taken[:2])
+    assert pool.owned_by(Owner.RESERVED) == {taken[2]}
+    assert (pool.count(Owner.WEIGHTS), pool.count(Owner.RESERVED)) == (2, 1)
+    pool.check()
+    free = next(iter(pool.unowned()))
+    with pytest.raises(ValueError, match=f"page {free} is not owned"):
+        pool.hand_over([taken[2], free], Owner.WEIGHTS)
+    assert pool.owned_by(Owner.RESERVED) == {taken[2]}
+    pool.give_back(taken)
+    assert pool.num_free == 5
+    pool.check()

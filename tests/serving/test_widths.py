@@ -315,7 +315,7 @@ def test_too_few_bytes_for_the_static_planner_are_refused(checkpoint: Checkpoint
         ({"expert_bits": 10**5000}, "expert_bits must be a width from 2 to 8, or 16, got a huge"),
         ({"linear_bits": 1}, "linear_bits must be a width from 2 to 8, or 16, got 1"),
         ({"linear_bits": "w.json"}, "linear_bits must be auto or a width, got 'w.json'"),
-        ({"planner": "dynamic"}, "planner must be none or static, got 'dynamic'"),
+        ({"planner": "none"}, "planner must be off, static, dynamic, got 'none'"),
         ({"planner": "static"}, "planner static needs expert_memory"),
         ({"expert_memory": 10**9}, "expert_memory is for planner static"),
         ({"planner": "static", "expert_memory": 0}, "expert_memory must be a whole number of at"),
