@@ -149,7 +149,6 @@ def build_engine(
     )
     params = load_params(checkpoint, geometry.dtype, progress=progress)
     state = load_linears(checkpoint, geometry, widths, state, pages, progress=progress)
-    slots = [np.asarray(table[0]) for table in (state.gate_up_pages, state.down_pages)]
     runner = Runner(
         parts,
         geometry,
@@ -161,6 +160,7 @@ def build_engine(
     )
     trader = None
     if config.planner == "dynamic":
+        slots = [np.asarray(table[0]) for table in (state.gate_up_pages, state.down_pages)]
         trader = make_trader(
             checkpoint, geometry, config, plan, widths, slots, pages, blocks, runner
         )
