@@ -8,7 +8,6 @@ tables of the host, and leaves the device to edits and transfers.
 """
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,8 +17,6 @@ from moejax.paging.mover import Mover
 from moejax.paging.planner import Rates, Situation, plan_release, plan_spend
 from moejax.paging.weight_table import Change, Edit, WeightTable
 from moejax_serving.pages import Owner, PagePool
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class Limits:
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """What has happened since the counts were last taken."""
+    """What has happened since the start, in linears."""
 
     sunk: int = 0
     risen: int = 0
